@@ -1,0 +1,1 @@
+"""Tensor operations: attention back ends and fused ops, each with a torch reference."""

@@ -1,0 +1,1 @@
+"""Model definitions: architectures, checkpoints, and recipes that turn hidden states into answers."""

@@ -1,0 +1,63 @@
+"""The model card: what a gateway has to know of a served model. Free of torch.
+
+The engine reads it from the checkpoint and sends it, with the tokenizer, in its handshake, so a
+gateway needs no file of the model.
+"""
+
+from typing import Literal
+
+import msgspec
+
+Task = Literal["embed", "generate", "score", "classify"]
+
+
+class EmbeddingCard(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts of an embedder.
+
+    `matryoshka` lists the widths that the checkpoint says it was trained for (empty: it says
+    nothing). `prompts` are text prefixes by name; `default_prompt_name` is the one that applies
+    when a request names none.
+    """
+
+    dimensions: int
+    normalize: bool
+    pooling: str
+    matryoshka: tuple[int, ...] = ()
+    prompts: dict[str, str] = {}
+    default_prompt_name: str | None = None
+    pools_prompt: bool = True
+
+
+class TokenizerCard(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts of the tokenizer beside its `tokenizer.json`.
+
+    `special_tokens` maps names such as "bos_token" to their text; `chat_templates` maps a
+    template's name ("default", "tool_use", ...) to its Jinja source; `lowercase` is
+    sentence-transformers' `do_lower_case`, applied to the text before tokenisation.
+    """
+
+    special_tokens: dict[str, str] = {}
+    chat_templates: dict[str, str] = {}
+    lowercase: bool = False
+    clean_up_spaces: bool = False
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """A served model.
+
+    `max_model_len` counts tokens, special tokens included. `vocab_size` is the number of rows of
+    the token embedding: ids from 0 to `vocab_size` - 1 can be fed. `fingerprint` is equal for
+    replicas of the same checkpoint and settings. `created` is in seconds since the epoch.
+    """
+
+    name: str
+    path: str
+    architecture: str
+    dtype: str
+    tasks: tuple[Task, ...]
+    vocab_size: int
+    max_model_len: int
+    fingerprint: str
+    created: int
+    tokenizer: TokenizerCard
+    embedding: EmbeddingCard | None = None

@@ -1,0 +1,5 @@
+"""Errors of reading a checkpoint. Each message names the file and what is wrong with it."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be served as it is: a bad file, tensor, setting or architecture."""

@@ -1,0 +1,1 @@
+"""Runtimes: they turn requests into batches, run the model, and hand back results."""

@@ -1,0 +1,1 @@
+"""The HTTP gateway: JSON, templates, tokenisation. It never imports torch."""

@@ -1,0 +1,122 @@
+"""The wire between a gateway and an engine: a msgpack header and raw frames, no pickle.
+
+A message is a list of ZeroMQ frames. The first holds one of the structs below, tagged with its
+type; the others hold arrays as they lie in memory. The engine binds a ROUTER, each client connects
+a DEALER. The first message on a connection is `Hello`; the answer is `Welcome`, or `Refused` if the
+two speak different versions.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from rose.models.card import ModelCard
+from rose.runtime.options import EmbedOptions, Priority
+
+PROTOCOL_VERSION = 1
+
+FailureKind = Literal[
+    "bad_request",  # the caller's mistake
+    "overloaded",  # the queue is full
+    "deadline",  # the request's time is over
+    "non_finite",  # the model computed NaN or infinity for an item
+    "internal",  # a fault of the engine
+    "unavailable",  # the engine is gone, closing, or not answering
+]
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True):
+    """Client: the first message; `protocol` is the version that it speaks."""
+
+    protocol: int
+    client: str
+
+
+class EmbedRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Client: embed a batch of texts.
+
+    Frames: lengths int32 [B] (tokens per text), ids int32 [sum of lengths].
+    `pool_from` is the number of leading tokens of each text that pooling leaves out (a prompt).
+    `timeout_s` is the time left to answer; None is for ever. `trace` is the HTTP request's id.
+    """
+
+    request_id: int
+    options: EmbedOptions
+    pool_from: int = 0
+    priority: Priority = "online"
+    timeout_s: float | None = None
+    trace: str = ""
+
+
+class Cancel(msgspec.Struct, tag=True, frozen=True):
+    """Client: nobody waits for this request any more. It gets no answer."""
+
+    request_id: int
+
+
+class Ping(msgspec.Struct, tag=True, frozen=True):
+    """Client: are you there? Answered by `Pong` with the same `sequence`."""
+
+    sequence: int
+
+
+class Welcome(msgspec.Struct, tag=True, frozen=True):
+    """Engine: the handshake's answer. Frames: the model's tokenizer.json."""
+
+    protocol: int
+    card: ModelCard
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """Engine: the handshake failed; `reason` says why."""
+
+    protocol: int
+    reason: str
+
+
+class EmbedResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Engine: the vectors of an `EmbedRequest`.
+
+    Frame: `count` rows of `row_bytes` bytes each, little-endian, of the request's output dtype.
+    `queued_s` and `computed_s` are seconds from arrival to the first step, and from there on.
+    """
+
+    request_id: int
+    count: int
+    row_bytes: int
+    queued_s: float
+    computed_s: float
+
+
+class Failure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Engine: the request failed. `field` names the request field at fault, if one is."""
+
+    request_id: int
+    kind: FailureKind
+    message: str
+    field: str | None = None
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters and gauges of an engine, for health and metrics."""
+
+    requests_running: int = 0
+    requests_queued: int = 0
+    tokens_queued: int = 0
+    steps: int = 0
+    tokens: int = 0
+
+
+class Pong(msgspec.Struct, tag=True, frozen=True):
+    """Engine: alive, and these are its numbers."""
+
+    sequence: int
+    stats: Stats
+
+
+ClientMessage = Hello | EmbedRequest | Cancel | Ping
+EngineMessage = Welcome | Refused | EmbedResult | Failure | Pong
+
+encode = msgspec.msgpack.Encoder().encode
+decode_from_client = msgspec.msgpack.Decoder(ClientMessage).decode
+decode_from_engine = msgspec.msgpack.Decoder(EngineMessage).decode
