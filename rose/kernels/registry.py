@@ -37,7 +37,9 @@ class Registry(Generic[T]):
         if name in self._targets:
             raise ValueError(f"{self.kind} {name!r} is registered already: {self._targets[name]}")
         if target.count(":") != 1:
-            raise ValueError(f"{self.kind} {name!r}: {target!r} is not of the form module:attribute")
+            raise ValueError(
+                f"{self.kind} {name!r}: {target!r} is not of the form module:attribute"
+            )
         self._targets[name] = target
 
     def load(self, name: str) -> T:

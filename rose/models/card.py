@@ -42,6 +42,25 @@ class TokenizerCard(msgspec.Struct, frozen=True, kw_only=True):
     clean_up_spaces: bool = False
 
 
+class GenerationCard(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts of an LLM.
+
+    `eos_token_ids` end a sequence. `max_kv_tokens` is the most tokens (prompt and output) that one
+    sequence can have in the page pool. The rest are the checkpoint's defaults for sampling
+    (`generation_config.json`), None where it has none.
+    """
+
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None = None
+    max_kv_tokens: int = 0
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    structured_output: bool = False
+
+
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """A served model.
 
@@ -61,3 +80,4 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     tokenizer: TokenizerCard
     embedding: EmbeddingCard | None = None
+    generation: GenerationCard | None = None

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from rose.models.card import ModelCard
-from rose.runtime.options import EmbedOptions, Priority
+from rose.runtime.options import EmbedOptions, Priority, SamplingParams
 
 PROTOCOL_VERSION = 1
 
@@ -43,6 +43,19 @@ class EmbedRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     request_id: int
     options: EmbedOptions
     pool_from: int = 0
+    priority: Priority = "online"
+    timeout_s: float | None = None
+    trace: str = ""
+
+
+class GenerateRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Client: continue a prompt. Frame: the prompt's ids int32 [T].
+
+    Answered by `Tokens` messages as tokens come, the last of which says why it ended.
+    """
+
+    request_id: int
+    sampling: SamplingParams
     priority: Priority = "online"
     timeout_s: float | None = None
     trace: str = ""
@@ -88,6 +101,37 @@ class EmbedResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     computed_s: float
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability of one token, and the most likely tokens at its place with theirs."""
+
+    token_id: int
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class TokensDelta(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one request.
+
+    `finish` is "stop" (an end token, which is the last of `token_ids`) or "length", None while it
+    goes on. `prompt_logprobs` comes with the first delta when asked for: one entry per prompt token
+    but the first. `cached_tokens` of the prompt were found in the prefix cache.
+    """
+
+    request_id: int
+    token_ids: list[int]
+    finish: Literal["stop", "length"] | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    cached_tokens: int = 0
+
+
+class Tokens(msgspec.Struct, tag=True, frozen=True):
+    """Engine: what a step brought for the requests of this client."""
+
+    deltas: list[TokensDelta]
+
+
 class Failure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Engine: the request failed. `field` names the request field at fault, if one is."""
 
@@ -105,6 +149,12 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     tokens_queued: int = 0
     steps: int = 0
     tokens: int = 0
+    sequences_running: int = 0
+    sequences_waiting: int = 0
+    kv_pages_used: int = 0
+    kv_pages_total: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
 
 
 class Pong(msgspec.Struct, tag=True, frozen=True):
@@ -114,8 +164,8 @@ class Pong(msgspec.Struct, tag=True, frozen=True):
     stats: Stats
 
 
-ClientMessage = Hello | EmbedRequest | Cancel | Ping
-EngineMessage = Welcome | Refused | EmbedResult | Failure | Pong
+ClientMessage = Hello | EmbedRequest | GenerateRequest | Cancel | Ping
+EngineMessage = Welcome | Refused | EmbedResult | Tokens | Failure | Pong
 
 encode = msgspec.msgpack.Encoder().encode
 decode_from_client = msgspec.msgpack.Decoder(ClientMessage).decode
