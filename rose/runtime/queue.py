@@ -1,0 +1,125 @@
+"""First come, first served: the queue of texts to embed, cut into batches by a token budget.
+
+Plain Python and numpy. A job is one request with any number of texts; a batch takes slices of
+jobs from the head of the queue, so that a large request neither blocks the step size nor costs
+Python work per text.
+"""
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+
+
+@dataclass(eq=False, slots=True)
+class EmbedJob:
+    """The texts of one request.
+
+    `lengths` int32 [B] are tokens per text, all at least 1; `ids` int32 [sum of lengths] their
+    tokens, one text after another. `pool_from` tokens at the head of each text are not pooled.
+    """
+
+    ids: IntArray
+    lengths: IntArray
+    pool_from: int = 0
+    arrived: float = field(default_factory=time.monotonic)
+    started: float | None = None
+    taken: int = 0
+    finished: int = 0
+    cancelled: bool = False
+    starts: npt.NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Index the texts: text i is ids[starts[i]:starts[i + 1]]."""
+        self.starts = np.concatenate(([0], np.cumsum(self.lengths, dtype=np.int64)))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def tokens_waiting(self) -> int:
+        """Tokens that no batch has taken yet."""
+        return int(self.starts[-1] - self.starts[self.taken])
+
+
+class JobSlice(NamedTuple):
+    """Texts `first` to `last` - 1 of a job."""
+
+    job: EmbedJob
+    first: int
+    last: int
+
+    @property
+    def ids(self) -> IntArray:
+        """Tokens of these texts."""
+        return self.job.ids[self.job.starts[self.first] : self.job.starts[self.last]]
+
+    @property
+    def lengths(self) -> IntArray:
+        """Tokens per text."""
+        return self.job.lengths[self.first : self.last]
+
+
+class EmbedQueue:
+    """Jobs in order of arrival."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._jobs: deque[EmbedJob] = deque()
+        self._tokens = 0
+
+    def __len__(self) -> int:
+        """Count jobs that still have texts to take."""
+        return len(self._jobs)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that wait."""
+        return self._tokens
+
+    def add(self, job: EmbedJob) -> None:
+        """Put a job at the end."""
+        self._jobs.append(job)
+        self._tokens += job.tokens_waiting
+
+    def cancel(self, job: EmbedJob) -> None:
+        """Take what waits of a job out; what runs of it is for the caller to drop."""
+        job.cancelled = True
+        if job in self._jobs:
+            self._jobs.remove(job)
+            self._tokens -= job.tokens_waiting
+
+    def take(self, max_tokens: int, max_texts: int) -> list[JobSlice]:
+        """Take texts from the head, up to `max_tokens` tokens and `max_texts` texts.
+
+        The first text is taken however long it is, so a text above the budget runs alone.
+        """
+        slices: list[JobSlice] = []
+        while self._jobs and max_texts > 0 and max_tokens > 0:
+            job = self._jobs[0]
+            last = _fit(job, max_tokens, max_texts, at_least_one=not slices)
+            if last == job.taken:
+                break
+            piece = JobSlice(job, job.taken, last)
+            slices.append(piece)
+            tokens = len(piece.ids)
+            max_tokens -= tokens
+            max_texts -= last - piece.first
+            self._tokens -= tokens
+            job.taken = last
+            if last == len(job):
+                self._jobs.popleft()
+        return slices
+
+
+def _fit(job: EmbedJob, max_tokens: int, max_texts: int, *, at_least_one: bool) -> int:
+    """Return the index past the last text of `job` that fits."""
+    limit = job.starts[job.taken] + max_tokens
+    last = int(np.searchsorted(job.starts, limit, side="right")) - 1
+    last = min(last, job.taken + max_texts)
+    return max(last, job.taken + 1) if at_least_one else last
