@@ -7,8 +7,10 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -137,5 +139,5 @@ class EmbeddingRuntime:
         pool_from = self._to_device(batch.pool_from) if batch.pool_from.any() else None
         return self._model(tokens, cu_seqlens, pool_from).to("cpu")
 
-    def _to_device(self, array: np.ndarray) -> Tensor:  # type: ignore[type-arg]
+    def _to_device(self, array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -11,7 +11,12 @@ class RequestError(ValueError):
 
 
 class NonFiniteError(ArithmeticError):
-    """The model computed a NaN or an infinity for an item."""
+    """The model computed a NaN or an infinity for an item. `field` names the item."""
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        """Keep the message and the name of the item."""
+        super().__init__(message)
+        self.field = field
 
 
 class RuntimeClosedError(RuntimeError):

@@ -1,1 +1,1 @@
-"""Serving: the wire protocol, the engine process, the client, the HTTP gateway, the command line."""
+"""Serving: wire protocol, engine process, client, HTTP gateway, command line."""

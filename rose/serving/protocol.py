@@ -18,7 +18,7 @@ PROTOCOL_VERSION = 1
 FailureKind = Literal[
     "bad_request",  # the caller's mistake
     "overloaded",  # the queue is full
-    "deadline",  # the request's time is over
+    "deadline",  # the request's time is over (found by the client)
     "non_finite",  # the model computed NaN or infinity for an item
     "internal",  # a fault of the engine
     "unavailable",  # the engine is gone, closing, or not answering
@@ -37,14 +37,13 @@ class EmbedRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     Frames: lengths int32 [B] (tokens per text), ids int32 [sum of lengths].
     `pool_from` is the number of leading tokens of each text that pooling leaves out (a prompt).
-    `timeout_s` is the time left to answer; None is for ever. `trace` is the HTTP request's id.
+    `trace` is the HTTP request's id. Deadlines are the client's: it cancels what is late.
     """
 
     request_id: int
     options: EmbedOptions
     pool_from: int = 0
     priority: Priority = "online"
-    timeout_s: float | None = None
     trace: str = ""
 
 
@@ -57,7 +56,6 @@ class GenerateRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     request_id: int
     sampling: SamplingParams
     priority: Priority = "online"
-    timeout_s: float | None = None
     trace: str = ""
 
 

@@ -1,0 +1,5 @@
+"""`python -m rose` is `rose`."""
+
+from rose.serving.cli import main
+
+main()

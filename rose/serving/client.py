@@ -1,0 +1,260 @@
+"""The gateway's end of the wire: an asyncio client of one engine. Free of torch.
+
+The client says hello whenever a connection comes up, pings while it stands, and fails what is
+under way the moment the connection breaks or the engine has been silent for too long.
+"""
+
+import asyncio
+import itertools
+import logging
+import os
+import time
+from collections.abc import Sequence
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from rose.models.card import ModelCard
+from rose.runtime.options import EmbedOptions, OutputDtype, Priority
+from rose.serving import protocol
+from rose.serving.client_api import EmbedAnswer, EngineError
+from rose.serving.protocol import (
+    PROTOCOL_VERSION,
+    Cancel,
+    EmbedRequest,
+    EmbedResult,
+    Failure,
+    Hello,
+    Ping,
+    Pong,
+    Refused,
+    Stats,
+    Welcome,
+)
+from rose.serving.transport import connect_dealer
+
+log = logging.getLogger(__name__)
+
+PING_INTERVAL_S = 1.0
+SILENCE_LIMIT_S = 5.0
+
+NUMPY_DTYPES: dict[OutputDtype, str] = {
+    "float32": "<f4",
+    "float16": "<f2",
+    "int8": "i1",
+    "uint8": "u1",
+    "binary": "i1",
+    "ubinary": "u1",
+}
+
+Answer = tuple[EmbedResult, list[Any]]
+
+
+class EngineClient:
+    """Talks to the engine at one address."""
+
+    def __init__(self, context: "zmq.asyncio.Context", address: str) -> None:
+        """Make a client; `start` connects it."""
+        self.address = address
+        self.stats = Stats()
+        self._card: ModelCard | None = None
+        self._tokenizer_json = b""
+        self._unready_reason: str | None = "connecting to the engine"
+        self._became_ready = asyncio.Event()
+        self._pending: dict[int, asyncio.Future[Answer]] = {}
+        self._request_ids = itertools.count(1)
+        self._last_heard = time.monotonic()
+        self._connected = False
+        self._socket = connect_dealer(context, address)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # State
+
+    @property
+    def ready(self) -> bool:
+        """Whether the engine has welcomed this client and answers."""
+        return self._unready_reason is None
+
+    @property
+    def unready_reason(self) -> str | None:
+        """Why the engine cannot be used now, None when it can."""
+        return self._unready_reason
+
+    @property
+    def card(self) -> ModelCard | None:
+        """The served model, None before the first handshake. It stays known after a loss."""
+        return self._card
+
+    @property
+    def tokenizer_json(self) -> bytes:
+        """The model's tokenizer, as its checkpoint has it."""
+        return self._tokenizer_json
+
+    def start(self) -> None:
+        """Connect, in the running event loop."""
+        loops = (self._receive_loop, self._heartbeat_loop, self._monitor_loop)
+        self._tasks = [asyncio.create_task(loop()) for loop in loops]
+
+    async def wait_ready(self) -> None:
+        """Wait for the first handshake."""
+        await self._became_ready.wait()
+
+    async def close(self) -> None:
+        """Fail what is under way and disconnect."""
+        self._lose("the gateway is shutting down")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._socket.disable_monitor()
+        self._socket.close()
+
+    # Requests
+
+    async def embed(
+        self,
+        ids: Sequence[npt.NDArray[np.int32]],
+        options: EmbedOptions,
+        *,
+        pool_from: int = 0,
+        priority: Priority = "online",
+        timeout_s: float | None = None,
+        trace: str = "",
+    ) -> EmbedAnswer:
+        """Embed texts given as token ids, each int32 [tokens].
+
+        Cancelling the task that waits here cancels the request at the engine.
+
+        Raises:
+            EngineError: the engine refused, failed, is not there, or took longer than `timeout_s`.
+        """
+        request = EmbedRequest(
+            request_id=next(self._request_ids),
+            options=options,
+            pool_from=pool_from,
+            priority=priority,
+            trace=trace,
+        )
+        lengths = np.fromiter((len(text) for text in ids), np.int32, len(ids))
+        flat = np.concatenate([np.asarray(text, np.int32) for text in ids])
+        try:
+            async with asyncio.timeout(timeout_s):
+                result, frames = await self._ask(request, [lengths.data, flat.data])
+        except TimeoutError:
+            raise EngineError("deadline", f"no answer within {timeout_s} seconds") from None
+        vectors = np.frombuffer(frames[0], NUMPY_DTYPES[options.output_dtype])
+        return EmbedAnswer(
+            vectors.reshape(result.count, -1),
+            queued_s=result.queued_s,
+            computed_s=result.computed_s,
+        )
+
+    async def _ask(self, request: EmbedRequest, frames: Sequence[Any]) -> Answer:
+        if self._unready_reason is not None:
+            raise EngineError("unavailable", f"the engine is not ready: {self._unready_reason}")
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._pending[request.request_id] = future
+        try:
+            self._send(request, frames)
+            return await future
+        except asyncio.CancelledError:
+            self._send(Cancel(request.request_id))
+            raise
+        finally:
+            self._pending.pop(request.request_id, None)
+
+    def _send(self, message: protocol.ClientMessage, frames: Sequence[Any] = ()) -> None:
+        """Hand a message to the connection, or lose the engine if there is none.
+
+        Without blocking the future is resolved at once, here with `zmq.Again` if need be.
+        """
+        parts = [protocol.encode(message), *frames]
+        sent = self._socket.send_multipart(parts, flags=zmq.NOBLOCK, copy=not frames)
+        if cast("asyncio.Future[object]", sent).exception() is not None:
+            self._lose("the engine is not connected")
+
+    # Messages in
+
+    async def _receive_loop(self) -> None:
+        while True:
+            header, *frames = await self._socket.recv_multipart(copy=False)
+            self._last_heard = time.monotonic()
+            try:
+                message = protocol.decode_from_engine(header.buffer)
+            except msgspec.DecodeError as error:
+                self._lose(f"the engine speaks another protocol: {error}")
+                continue
+            self._handle(message, [frame.buffer for frame in frames])
+
+    def _handle(self, message: protocol.EngineMessage, frames: list[Any]) -> None:
+        if isinstance(message, EmbedResult):
+            self._resolve(message.request_id, (message, frames))
+        elif isinstance(message, Failure):
+            error = EngineError(message.kind, message.message, message.field)
+            self._resolve(message.request_id, error)
+        elif isinstance(message, Pong):
+            self.stats = message.stats
+            if self._unready_reason is not None:
+                self._hello()  # it was given up for silent, but lives
+        elif isinstance(message, Welcome):
+            self._welcomed(message, bytes(frames[0]))
+        elif isinstance(message, Refused):
+            self._refused(message)
+
+    def _resolve(self, request_id: int, outcome: Answer | EngineError) -> None:
+        future = self._pending.get(request_id)
+        if future is None or future.done():
+            return  # cancelled meanwhile
+        if isinstance(outcome, EngineError):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+
+    def _welcomed(self, message: Welcome, tokenizer_json: bytes) -> None:
+        self._card, self._tokenizer_json = message.card, tokenizer_json
+        self._unready_reason = None
+        self._became_ready.set()
+
+    def _refused(self, message: Refused) -> None:
+        if message.protocol == PROTOCOL_VERSION:
+            self._hello()  # a new engine at the same address that does not know this client
+            return
+        log.error("%s refused the handshake: %s", self.address, message.reason)
+        self._lose(f"the engine refused the handshake: {message.reason}")
+
+    # Liveness
+
+    def _hello(self) -> None:
+        self._lose("waiting for the engine's handshake")
+        self._send(Hello(PROTOCOL_VERSION, f"gateway-{os.getpid()}"))
+
+    def _lose(self, reason: str) -> None:
+        """Mark the engine as unusable and fail what waits for it."""
+        if self._unready_reason is None:
+            log.warning("engine at %s: %s", self.address, reason)
+        self._unready_reason = reason
+        for request_id in list(self._pending):
+            self._resolve(request_id, EngineError("unavailable", f"the engine was lost: {reason}"))
+
+    async def _heartbeat_loop(self) -> None:
+        for sequence in itertools.count(1):
+            await asyncio.sleep(PING_INTERVAL_S)
+            if self.ready and time.monotonic() - self._last_heard > SILENCE_LIMIT_S:
+                self._lose(f"no sign of life for {SILENCE_LIMIT_S:.0f} seconds")
+            if self._connected:
+                self._send(Ping(sequence))
+
+    async def _monitor_loop(self) -> None:
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        monitor = self._socket.get_monitor_socket(events)
+        while True:
+            event = await recv_monitor_message(monitor)
+            self._connected = event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if self._connected:
+                self._hello()
+            else:
+                self._lose("the connection to the engine broke")

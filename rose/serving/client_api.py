@@ -1,0 +1,82 @@
+"""The seam between the gateway and an engine: what a client of one offers. Free of torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from rose.models.card import ModelCard
+from rose.runtime.options import EmbedOptions, Priority
+from rose.serving.protocol import FailureKind
+
+
+class EngineError(Exception):
+    """A request failed at the engine, or never reached it.
+
+    Attributes:
+        kind: Whose fault it is; see `rose.serving.protocol.FailureKind`.
+        message: For the user.
+        field: The request field at fault, such as "dimensions" or "input[3]", if one is.
+    """
+
+    def __init__(self, kind: FailureKind, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+        self.field = field
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedAnswer:
+    """The vectors of one request.
+
+    Attributes:
+        vectors: [texts, width] of the output dtype; for "binary" and "ubinary" width is in bytes.
+        queued_s: Seconds from arrival at the engine to the first step.
+        computed_s: Seconds from the first step to the answer.
+    """
+
+    vectors: npt.NDArray[np.generic]
+    queued_s: float
+    computed_s: float
+
+
+class EngineClient(Protocol):
+    """A connection to the engine (or the replicas) of one model, used from one event loop."""
+
+    @property
+    def card(self) -> ModelCard | None:
+        """The model; None until the first handshake."""
+
+    @property
+    def tokenizer_json(self) -> bytes:
+        """The model's tokenizer.json; meaningful once there is a card."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether the engine answered a round trip lately and takes work."""
+
+    @property
+    def unready_reason(self) -> str | None:
+        """Why it is not ready, for people; None when it is."""
+
+    async def embed(
+        self,
+        ids: Sequence[npt.NDArray[np.int32]],
+        options: EmbedOptions,
+        *,
+        pool_from: int = 0,
+        priority: Priority = "online",
+        timeout_s: float | None = None,
+        trace: str = "",
+    ) -> EmbedAnswer:
+        """Embeds texts given as token ids; one row per text, in order.
+
+        Cancelling the awaiting task cancels the request at the engine.
+
+        Raises:
+            EngineError: The request failed.
+        """
+        ...

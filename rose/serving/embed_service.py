@@ -1,0 +1,197 @@
+"""Embedding inside the engine process: admission, batching, and finishing of requests.
+
+The next batch is launched behind the running one as soon as there is a full one; a smaller one
+waits until the running batch is done, since it would only grow meanwhile.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rose.models.output import finish
+from rose.runtime.build import ServedModel
+from rose.runtime.embedding import EmbedBatch
+from rose.runtime.errors import NonFiniteError, RequestError
+from rose.runtime.lazy import LazyTensor
+from rose.runtime.options import EmbedOptions
+from rose.runtime.queue import EmbedJob, EmbedQueue, JobSlice
+
+log = logging.getLogger(__name__)
+
+MAX_STEPS_IN_FLIGHT = 2
+MAX_TEXTS_PER_BATCH = 1024
+
+FloatRows = npt.NDArray[np.float32]
+
+
+class OverloadedError(RuntimeError):
+    """The queue holds as much as it may."""
+
+
+class FinishedEmbed(NamedTuple):
+    """Vectors [B, d] of the requested dtype, seconds in the queue, seconds since the first step."""
+
+    vectors: npt.NDArray[Any]
+    queued_s: float
+    computed_s: float
+
+
+Deliver = Callable[[FinishedEmbed | Exception], Awaitable[None]]
+
+
+class EmbedCall:
+    """A request under way: its job in the queue and the rows that have arrived."""
+
+    def __init__(self, job: EmbedJob, options: EmbedOptions, deliver: Deliver) -> None:
+        """Start with no rows."""
+        self.job = job
+        self.options = options
+        self.deliver = deliver
+        self.rows: FloatRows | None = None
+        self.missing = len(job)
+
+    def add(self, first: int, rows: FloatRows) -> None:
+        """Keep the rows of texts from `first` on."""
+        if self.rows is None:
+            self.rows = np.empty((len(self.job), rows.shape[1]), np.float32)
+        self.rows[first : first + len(rows)] = rows
+        self.missing -= len(rows)
+
+
+class EmbedService:
+    """Queues requests, keeps the runtime busy, and delivers each request's answer once."""
+
+    def __init__(self, served: ServedModel, *, max_queue_tokens: int) -> None:
+        """Serve the embedding runtime of `served`, if it has one."""
+        self._card = served.loaded.card
+        self._runtime = served.embedding
+        self._budget = served.max_batch_tokens
+        self._max_queue_tokens = max_queue_tokens
+        self._queue = EmbedQueue()
+        self._calls: dict[EmbedJob, EmbedCall] = {}
+        self._running: deque[tuple[list[JobSlice], LazyTensor[Any]]] = deque()
+        self._wake = asyncio.Event()
+        self.steps = 0
+        self.tokens = 0
+
+    @property
+    def requests(self) -> int:
+        """Requests that have no answer yet."""
+        return len(self._calls)
+
+    @property
+    def queue(self) -> EmbedQueue:
+        """What waits."""
+        return self._queue
+
+    def submit(self, job: EmbedJob, options: EmbedOptions, deliver: Deliver) -> None:
+        """Admit a request; `deliver` gets its answer or the error that it ended with.
+
+        Raises:
+            RequestError: it is wrong in a way that would hurt others.
+            OverloadedError: too much is waiting.
+        """
+        self._check(job)
+        if self._queue.tokens and self._queue.tokens + len(job.ids) > self._max_queue_tokens:
+            raise OverloadedError("the queue of the engine is full")
+        self._calls[job] = EmbedCall(job, options, deliver)
+        self._queue.add(job)
+        self._wake.set()
+
+    def cancel(self, job: EmbedJob) -> None:
+        """Forget a request; nothing is delivered for it any more."""
+        self._queue.cancel(job)
+        self._calls.pop(job, None)
+
+    async def run(self) -> None:
+        """Launch and finish steps until cancelled."""
+        loop = asyncio.get_running_loop()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(self._wake.set)
+
+        while True:
+            self._wake.clear()
+            while self._running and self._running[0][1].done():
+                await self._finish_step(*self._running.popleft())
+            self._launch(wake)
+            await self._wake.wait()
+
+    def _check(self, job: EmbedJob) -> None:
+        """Check what would hurt others if it were wrong; the gateway has checked it nicely."""
+        card, lengths = self._card, job.lengths
+        if self._runtime is None:
+            raise RequestError(f"model {card.name!r} cannot embed", "model")
+        if not len(job) or lengths.min() < 1 or job.starts[-1] != len(job.ids):
+            raise RequestError("lengths have to be at least 1 and to sum up to the ids", "input")
+        if lengths.max() > card.max_model_len:
+            limit = card.max_model_len
+            raise RequestError(f"a text has {lengths.max()} tokens, the limit is {limit}", "input")
+        if job.ids.min() < 0 or job.ids.max() >= card.vocab_size:
+            raise RequestError(f"token ids go from 0 to {card.vocab_size - 1}", "input")
+        if not 0 <= job.pool_from < lengths.min():
+            raise RequestError("the prompt leaves no token to pool", "input")
+
+    def _launch(self, on_done: Callable[[], None]) -> None:
+        """Launch what there is when the device is idle, and a full batch behind a running one."""
+        while self._runtime and self._queue and len(self._running) < MAX_STEPS_IN_FLIGHT:
+            if self._running and self._queue.tokens < self._budget:
+                return
+            slices = self._queue.take(self._budget, MAX_TEXTS_PER_BATCH)
+            now = time.monotonic()
+            for piece in slices:
+                piece.job.started = piece.job.started or now
+            batch = EmbedBatch.of_slices(slices)
+            self.steps += 1
+            self.tokens += len(batch.ids)
+            lazy = self._runtime.step(batch)
+            lazy.add_done_callback(on_done)
+            self._running.append((slices, lazy))
+
+    async def _finish_step(self, slices: list[JobSlice], lazy: LazyTensor[Any]) -> None:
+        try:
+            vectors = lazy.result().numpy()
+        except Exception as error:  # the batch's own; the next one goes on
+            log.exception("a step failed")
+            for job in dict.fromkeys(piece.job for piece in slices):
+                await self._end(job, RuntimeError(f"the model failed: {error}"))
+            return
+        start = 0
+        for piece in slices:
+            stop = start + piece.last - piece.first
+            await self._keep(piece, vectors[start:stop])
+            start = stop
+
+    async def _keep(self, piece: JobSlice, rows: FloatRows) -> None:
+        call = self._calls.get(piece.job)
+        if call is None:
+            return  # cancelled meanwhile
+        bad = np.flatnonzero(~np.isfinite(rows).all(axis=1))
+        if len(bad):
+            where = f"input[{piece.first + bad[0]}]"
+            error = NonFiniteError("the model computed NaN or infinity", where)
+            await self._end(piece.job, error)
+            return
+        call.add(piece.first, rows)
+        if not call.missing:
+            await self._end(piece.job, self._answer(call))
+
+    def _answer(self, call: EmbedCall) -> FinishedEmbed:
+        embedding, job = self._card.embedding, call.job
+        assert embedding is not None
+        assert call.rows is not None
+        assert job.started is not None
+        vectors = finish(call.rows, call.options, embedding.normalize)
+        return FinishedEmbed(vectors, job.started - job.arrived, time.monotonic() - job.started)
+
+    async def _end(self, job: EmbedJob, outcome: FinishedEmbed | Exception) -> None:
+        call = self._calls.pop(job, None)
+        if call is not None:
+            self._queue.cancel(job)
+            await call.deliver(outcome)

@@ -1,0 +1,40 @@
+"""What every process of the tree does at its start: logging, signals, not outliving its parent."""
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import sys
+
+PARENT_VARIABLE = "ROSE_PARENT_PID"
+PR_SET_PDEATHSIG = 1
+
+
+def set_up_logging(level: str, process: str) -> None:
+    """Log to stderr, one line per record, each naming the process it comes from."""
+    logging.basicConfig(
+        level=level.upper(),
+        stream=sys.stderr,
+        format=f"%(asctime)s %(levelname)-7s {process}: %(message)s",
+        datefmt="%H:%M:%S",
+    )
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to end this process when the supervisor that started it is gone."""
+    parent = os.environ.get(PARENT_VARIABLE)
+    if parent is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):  # it died before the request to the kernel
+        raise SystemExit("the supervisor is gone")
+
+
+def stop_event() -> asyncio.Event:
+    """Return an event that SIGTERM and SIGINT set, for the running loop."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
