@@ -1,0 +1,112 @@
+"""A GGUF file: its metadata as plain Python values, its tensors dequantised one at a time."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rose.models.errors import ConvertError
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+
+T = TypeVar("T")
+
+_INSTALL = "reading GGUF files needs the package gguf: pip install 'rose-engine[gguf]'"
+
+
+class GgufFile:
+    """Metadata and tensors of one GGUF file.
+
+    Attributes:
+        path: the file.
+        architecture: value of `general.architecture`, the prefix of the model's own keys.
+        tensors: `gguf.gguf_reader.ReaderTensor` by name; their data stays on disk until read.
+
+    Raises:
+        ConvertError: not a GGUF file, cut short, or one part of several.
+        ImportError: the package gguf is not installed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        reader = _open(path)
+        self.tensors: dict[str, Any] = {tensor.name: tensor for tensor in reader.tensors}
+        self._fields: dict[str, Any] = reader.fields
+        self.architecture: str = self.require("general.architecture", str)
+        if (parts := self.get("split.count", int, 0)) > 1:
+            raise self.error(f"is one of {parts} parts; join them with llama-gguf-split --merge")
+
+    def error(self, message: str) -> ConvertError:
+        """The error to raise, with the file's name in front of the message."""
+        return ConvertError(f"{self.path}: {message}")
+
+    def settings(self) -> dict[str, object]:
+        """The architecture's own metadata, without the prefix: `{"rope.freq_base": 1e6, ...}`."""
+        prefix = self.own("")
+        return {
+            key.removeprefix(prefix): field.contents()
+            for key, field in self._fields.items()
+            if key.startswith(prefix)
+        }
+
+    def get(self, key: str, kind: type[T], default: T) -> T:
+        """The value of `key`, or `default` where the file has none."""
+        return self.require(key, kind) if key in self._fields else default
+
+    def require(self, key: str, kind: type[T]) -> T:
+        """The value of `key`, which must be there and of the given type."""
+        if key not in self._fields:
+            raise self.error(f"has no metadata {key!r}")
+        value = self._fields[key].contents()
+        if kind is float and type(value) is int:
+            value = float(value)
+        if not isinstance(value, kind):
+            raise self.error(f"metadata {key!r} should be {kind.__name__}, but is {value!r:.80}")
+        return value
+
+    def own(self, name: str) -> str:
+        """The full key of a setting of this architecture: `own("rope.freq_base")`."""
+        return f"{self.architecture}.{name}"
+
+    def read(self, name: str) -> NDArray[np.float32]:
+        """The values of a tensor, dequantised, in the row-major shape that torch would give it.
+
+        Raises:
+            ConvertError: the quantisation is not one that can be read, or a value is not finite.
+        """
+        from gguf import dequantize
+
+        tensor = self.tensors[name]
+        try:
+            values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+        except NotImplementedError as e:
+            kind = tensor.tensor_type.name
+            raise self.error(
+                f"tensor {name!r} has quantisation {kind}, which cannot be read"
+            ) from e
+        if not np.isfinite(values).all():
+            raise self.error(f"tensor {name!r} holds values that are not finite")
+        return values.reshape(self.shape(name))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, outermost dimension first (GGUF itself counts from the inner)."""
+        return tuple(int(size) for size in reversed(self.tensors[name].shape))
+
+
+def _open(path: Path) -> "GGUFReader":
+    try:
+        from gguf import GGUFReader
+    except ImportError as e:
+        raise ImportError(_INSTALL) from e
+    if not path.is_file():
+        raise ConvertError(f"{path}: there is no such file")
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ConvertError(f"{path}: is not a GGUF file (it does not begin with 'GGUF')")
+    try:
+        return GGUFReader(path)
+    except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as e:
+        # The reader has no error of its own: a short file surfaces as an index or a reshape.
+        raise ConvertError(f"{path}: is cut short, damaged or of an unknown kind ({e})") from e
