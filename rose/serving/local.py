@@ -1,0 +1,227 @@
+"""`rose.Engine`: a model in this process, without a server."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from rose.models.card import EmbeddingCard, ModelCard
+from rose.models.output import finish
+from rose.runtime.build import ModelOptions, build
+from rose.runtime.embedding import EmbedBatch, EmbeddingRuntime
+from rose.runtime.errors import NonFiniteError, RequestError
+from rose.runtime.lazy import LazyTensor
+from rose.runtime.options import OUTPUT_DTYPES, EmbedOptions, OutputDtype
+from rose.runtime.queue import EmbedJob, EmbedQueue, JobSlice
+from rose.serving.gateway.tokenization import Tokenizer
+
+Text = str | Sequence[int]
+Ids = npt.NDArray[np.int32]
+Progress = Callable[[int, int], None]
+
+MAX_TEXTS_PER_BATCH = 1024
+STEPS_IN_FLIGHT = 2
+
+
+class Engine:
+    """A loaded model. Use it as a context manager, or call `close`.
+
+    Methods may be called from one thread at a time.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        device: str = "cpu",
+        dtype: str = "auto",
+        attention: str = "auto",
+        max_model_len: int | None = None,
+        max_batch_tokens: int | None = None,
+        deterministic: bool = False,
+    ) -> None:
+        """Load a model folder.
+
+        Args:
+            model: the folder.
+            device: "cpu" or "cuda".
+            dtype: "auto", "float32", "bfloat16" or "float16".
+            attention: name of an attention back end, or "auto".
+            max_model_len: longest input in tokens; None is what the checkpoint says.
+            max_batch_tokens: tokens of a batch; None measures what is best, in about a second.
+            deterministic: run each text alone, so that its vector is bit-equal in any company.
+
+        Raises:
+            CheckpointError: the folder cannot be served; the message says why.
+            ValueError: an option does not fit.
+        """
+        options = ModelOptions(
+            path=str(model),
+            device=device,
+            dtype=dtype,
+            attention=attention,
+            max_model_len=max_model_len,
+            max_batch_tokens=max_batch_tokens,
+            deterministic=deterministic,
+        )
+        self._served = build(options)
+        loaded = self._served.loaded
+        self._tokenizer = Tokenizer.from_card(loaded.card, loaded.tokenizer_json)
+
+    @property
+    def card(self) -> ModelCard:
+        """What ROSE knows of the model."""
+        return self._served.loaded.card
+
+    def embed(
+        self,
+        texts: Text | Sequence[Text],
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        truncate: bool = False,
+        output_dtype: OutputDtype = "float32",
+        progress: Progress | None = None,
+    ) -> npt.NDArray[Any]:
+        """Embed texts, or lists of token ids, which are used as they are.
+
+        Args:
+            texts: one text or a sequence of them.
+            prompt_name: name of a prompt of the checkpoint that goes before each text.
+            prompt: text that goes before each text; wins over `prompt_name`.
+            dimensions: keep the first so many numbers, then normalise; None keeps all.
+            normalize: None is what the checkpoint says.
+            truncate: cut what is longer than the model allows instead of refusing it.
+            output_dtype: "float32", "float16", "int8", "uint8", "binary" or "ubinary".
+            progress: called with (texts done, texts in all) as batches finish.
+
+        Returns:
+            [texts, dimensions] of the dtype (binary kinds: a byte for 8 dimensions). One text
+            gives one row.
+
+        Raises:
+            RequestError: an argument does not fit; `field` names it.
+            NonFiniteError: the model computed NaN or infinity.
+        """
+        runtime, facts = self._embedding()
+        options = _check_options(facts, dimensions, normalize, output_dtype)
+        prefix = _choose_prompt(facts, prompt_name, prompt)
+        items = [texts] if _is_one(texts) else list(texts)
+        if not items:
+            width = finish(np.zeros((1, facts.dimensions), np.float32), options, facts.normalize)
+            return width[:0]
+        ids = self._encode(items, prefix, truncate)
+        skip = 0 if facts.pools_prompt or not prefix else self._tokenizer.prompt_length(prefix)
+        rows = self._run(runtime, ids, skip, progress)
+        return finish(rows, options, facts.normalize)
+
+    def close(self) -> None:
+        """Free the model."""
+        self._served.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _embedding(self) -> tuple[EmbeddingRuntime, EmbeddingCard]:
+        if self._served.embedding is None or self.card.embedding is None:
+            raise RequestError(f"model {self.card.name!r} cannot embed", "model")
+        return self._served.embedding, self.card.embedding
+
+    def _encode(self, items: Sequence[Text], prefix: str, truncate: bool) -> list[Ids]:
+        """Return the ids of each item, checked and cut to the model's length."""
+        strings = [i for i, item in enumerate(items) if isinstance(item, str)]
+        encoded = self._tokenizer.encode([f"{prefix}{items[i]}" for i in strings])
+        found = dict(zip(strings, encoded, strict=True))
+        limit = self.card.max_model_len
+        out = []
+        for i, item in enumerate(items):
+            ids = found[i] if i in found else self._check_ids(i, item)
+            if not len(ids):
+                raise RequestError(f"input[{i}] has no tokens", f"input[{i}]")
+            if len(ids) > limit and not truncate:
+                message = f"input[{i}] has {len(ids)} tokens, the limit is {limit}"
+                raise RequestError(f"{message}; truncate=True cuts it", f"input[{i}]")
+            out.append(self._tokenizer.cut(ids, limit, "right"))
+        return out
+
+    def _check_ids(self, index: int, item: Text) -> Ids:
+        ids = np.asarray(item)
+        if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
+            raise RequestError(f"input[{index}] is neither text nor token ids", f"input[{index}]")
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self.card.vocab_size:
+            message = f"input[{index}]: token ids go from 0 to {self.card.vocab_size - 1}"
+            raise RequestError(message, f"input[{index}]")
+        return ids.astype(np.int32)
+
+    def _run(
+        self, runtime: EmbeddingRuntime, ids: Sequence[Ids], skip: int, progress: Progress | None
+    ) -> npt.NDArray[np.float32]:
+        """Run texts longest first, so that those of a batch are of like length."""
+        lengths = np.array([len(text) for text in ids], np.int32)
+        if skip >= lengths.min():
+            raise RequestError("the prompt leaves no token to pool", "prompt")
+        order = np.argsort(-lengths, kind="stable")
+        queue = EmbedQueue()
+        queue.add(EmbedJob(np.concatenate([ids[i] for i in order]), lengths[order], skip))
+        rows = np.empty((len(ids), self._served.loaded.card.embedding.dimensions), np.float32)  # type: ignore[union-attr]
+        running: list[tuple[list[JobSlice], LazyTensor[Any]]] = []
+        done = 0
+        while queue or running:
+            while queue and len(running) < STEPS_IN_FLIGHT:
+                slices = queue.take(self._served.max_batch_tokens, MAX_TEXTS_PER_BATCH)
+                running.append((slices, runtime.step(EmbedBatch.of_slices(slices))))
+            (piece,), lazy = running.pop(0)
+            rows[order[piece.first : piece.last]] = lazy.result().numpy()
+            done += piece.last - piece.first
+            if progress:
+                progress(done, len(ids))
+        _check_finite(rows)
+        return rows
+
+
+def _is_one(texts: Text | Sequence[Text]) -> bool:
+    """Say whether this is a single text or a single list of token ids."""
+    return isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], int | np.integer))
+
+
+def _check_finite(rows: npt.NDArray[np.float32]) -> None:
+    bad = np.flatnonzero(~np.isfinite(rows).all(axis=1))
+    if len(bad):
+        raise NonFiniteError(f"the model computed NaN or infinity for input[{bad[0]}]")
+
+
+def _check_options(
+    facts: EmbeddingCard, dimensions: int | None, normalize: bool | None, output_dtype: str
+) -> EmbedOptions:
+    if output_dtype not in OUTPUT_DTYPES:
+        known = ", ".join(OUTPUT_DTYPES)
+        raise RequestError(f"output_dtype {output_dtype!r} is none of {known}", "output_dtype")
+    if dimensions is not None and not 1 <= dimensions <= facts.dimensions:
+        message = f"dimensions must be from 1 to {facts.dimensions}, not {dimensions}"
+        raise RequestError(message, "dimensions")
+    return EmbedOptions(dimensions=dimensions, normalize=normalize, output_dtype=output_dtype)
+
+
+def _choose_prompt(facts: EmbeddingCard, name: str | None, text: str | None) -> str:
+    if text is not None:
+        return text
+    name = name if name is not None else facts.default_prompt_name
+    if name is None:
+        return ""
+    if name not in facts.prompts:
+        known = ", ".join(sorted(facts.prompts)) or "none"
+        raise RequestError(f"unknown prompt {name!r}; the model has: {known}", "prompt_name")
+    return facts.prompts[name]
