@@ -1,1 +1,1 @@
-"""Model definitions: architectures, checkpoints, and recipes that turn hidden states into answers."""
+"""Model definitions: architectures, checkpoints, and recipes from hidden states to answers."""

@@ -1,4 +1,4 @@
-"""The input of a forward pass. Tokens are always packed: T tokens of all sequences, one after another."""
+"""The input of a forward pass: packed tokens, those of all sequences one after another."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING

@@ -1,0 +1,59 @@
+"""What ROSE has to know of an architecture before any weight is read. Free of torch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from rose.models.config import ConfigReader
+
+
+class ModelConfig(Protocol):
+    """What every architecture's config tells, whatever else it holds."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Channels of a hidden state."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the token embedding."""
+        ...
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens that the positions were made for, special tokens included."""
+        ...
+
+    @property
+    def stated_positions(self) -> int:
+        """`max_position_embeddings` as the config states it."""
+        ...
+
+    @property
+    def learned_positions(self) -> bool:
+        """Whether positions are rows of a table, so that nothing longer can be computed at all."""
+        ...
+
+    @property
+    def causal(self) -> bool:
+        """Whether a token sees only those before it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One entry of the registry.
+
+    `read_config` turns config.json into the architecture's config. `backbone` is the model class as
+    "module:class", called with that config. `ignored` are patterns (full matches) of tensors that
+    the backbone has no use for. `lm_head` says whether causal LMs of this architecture exist,
+    `tie_default` whether they share it with the token embedding where the config says nothing.
+    """
+
+    name: str
+    read_config: Callable[[ConfigReader], ModelConfig]
+    backbone: str
+    ignored: tuple[str, ...] = ()
+    lm_head: bool = False
+    tie_default: bool = False

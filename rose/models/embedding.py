@@ -1,0 +1,59 @@
+"""An embedder: tokens in, one vector per sequence out.
+
+Shape letters: T tokens, B sequences, C channels of the backbone, D channels of the vector.
+"""
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rose.models.backbone import Backbone
+    from rose.models.batch import TokenBatch
+    from rose.models.modules import Pooler
+
+
+class EmbeddingModel(nn.Module):
+    """A backbone, pooling, and the recipe's modules.
+
+    The trailing normalisation is not applied here but by `rose.models.output`, after the cut that
+    a request may ask for. `dimensions` is the width of the vectors.
+    """
+
+    def __init__(
+        self,
+        backbone: "Backbone",
+        pooling: "Pooler",
+        modules: "Sequence[nn.Module]",
+        dimensions: int,
+    ) -> None:
+        """Join the parts; vectors are cut to `dimensions`."""
+        super().__init__()
+        self.backbone = backbone
+        self.pooling = pooling
+        self.modules_after = nn.ModuleList(modules)
+        self.dimensions = dimensions
+
+    def forward(
+        self, batch: "TokenBatch", cu_seqlens: Tensor, pool_from: Tensor | None = None
+    ) -> Tensor:
+        """Compute the vectors of packed sequences.
+
+        Args:
+            batch: T tokens.
+            cu_seqlens: where each sequence starts, and T: integers [B + 1].
+            pool_from: leading tokens of each sequence that pooling leaves out, int [B], or None.
+
+        Returns:
+            float32 [B, D], not normalised at the end.
+        """
+        return self.pool(self.backbone(batch), cu_seqlens, pool_from)
+
+    def pool(self, x_TC: Tensor, cu_seqlens: Tensor, pool_from: Tensor | None = None) -> Tensor:
+        """Turn the backbone's hidden states into vectors, float32 [B, D]."""
+        vectors_BD = self.pooling(x_TC, cu_seqlens, pool_from)
+        for module in self.modules_after:
+            vectors_BD = module(vectors_BD)
+        return vectors_BD[:, : self.dimensions]

@@ -1,0 +1,183 @@
+"""What ROSE will do with a checkpoint, worked out from its small files. Free of torch.
+
+Both the loader and `rose inspect` start from this.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from rose.models.architecture import Architecture, ModelConfig
+from rose.models.card import Task
+from rose.models.config import CONFIG_FILE, CheckpointFolder, ConfigReader, Setting
+from rose.models.errors import CheckpointError
+from rose.models.limits import max_length, transformer_settings
+from rose.models.recipe import Recipe, read_modules, read_recipe, transformer_path
+from rose.models.registry import ARCHITECTURES
+from rose.models.weight_files import WeightFiles, find_weight_files
+
+TASKS: tuple[str, ...] = get_args(Task)
+_HASHED_SUFFIXES = (".json", ".jinja", ".txt", ".model")
+
+
+@dataclass(slots=True)
+class Plan:
+    """The facts of a checkpoint and the settings that they lead to.
+
+    `folder` is the model's folder, `core` the one of its backbone (the same, but in the oldest
+    checkpoints of sentence-transformers). `recipe` is None where the model cannot embed.
+    """
+
+    folder: CheckpointFolder
+    core: CheckpointFolder
+    architecture: Architecture
+    config: ModelConfig
+    tasks: tuple[Task, ...]
+    explicit_tasks: bool
+    max_model_len: int
+    recipe: Recipe | None
+    tie_embeddings: bool
+    lowercase: bool
+    files: WeightFiles
+    settings: list[Setting] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def plan_checkpoint(
+    path: str | Path, *, max_model_len: int | None = None, tasks: "tuple[str, ...] | None" = None
+) -> Plan:
+    """Read everything of a checkpoint but its weights.
+
+    Args:
+        path: the model's folder.
+        max_model_len: overrides the checkpoint's limit, in tokens.
+        tasks: what to serve; None is what the checkpoint is for.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be served, or not for these tasks.
+    """
+    folder = CheckpointFolder(path)
+    subfolder = transformer_path(folder)
+    core = CheckpointFolder(folder.path / subfolder) if subfolder else folder
+    reader = _config_reader(core)
+    architecture = _architecture(reader)
+    config = architecture.read_config(reader)
+    chosen = _choose_tasks(folder, reader, architecture, config, tasks)
+    recipe = read_recipe(folder, causal=config.causal) if "embed" in chosen else None
+    limit, limit_warnings = max_length(core, config, max_model_len, embeds="generate" not in chosen)
+    transformer, transformer_file = transformer_settings(core)
+    lowercase = _lowercase(transformer, str(core.path / transformer_file))
+    plan = Plan(
+        folder=folder,
+        core=core,
+        architecture=architecture,
+        config=config,
+        tasks=chosen,
+        explicit_tasks=bool(tasks),
+        max_model_len=limit.value,
+        recipe=recipe,
+        tie_embeddings=architecture.lm_head
+        and reader.get("tie_word_embeddings", architecture.tie_default, bool),
+        lowercase=lowercase,
+        files=find_weight_files(core),
+    )
+    plan.settings = [
+        Setting("architecture", architecture.name, f"{CONFIG_FILE}: model_type"),
+        Setting("tasks", chosen, "option --task" if tasks else _tasks_source(folder)),
+        limit,
+        *reader.settings,
+        *([Setting("do_lower_case", True, transformer_file)] if lowercase else []),
+        *(recipe.settings if recipe else ()),
+    ]
+    plan.warnings = [*reader.warnings, *limit_warnings, *(recipe.warnings if recipe else ())]
+    return plan
+
+
+def _config_reader(core: CheckpointFolder) -> ConfigReader:
+    values = core.json(CONFIG_FILE)
+    if values is None:
+        raise CheckpointError(f"{core.path / CONFIG_FILE} is missing")
+    reader = ConfigReader(values, str(core.path / CONFIG_FILE), "this architecture")
+    settings, file = transformer_settings(core)
+    for key in ("config_args", "config_kwargs"):  # the older and the newer name
+        overrides = settings.get(key)
+        if isinstance(overrides, dict):
+            reader.override(overrides, f"{file}: {key}")
+    return reader
+
+
+def _architecture(reader: ConfigReader) -> Architecture:
+    model_type = reader.optional("model_type", str, record=False)
+    if model_type is None:
+        raise CheckpointError(f"{reader.file}: model_type is missing")
+    if model_type not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise CheckpointError(
+            f"{reader.file}: model_type: {model_type!r} is not supported. Known: {known}."
+        )
+    quantization = reader.values.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise CheckpointError(
+            f"{reader.file}: quantization_config: {method!r} checkpoints are not supported"
+        )
+    reader.architecture = model_type
+    return ARCHITECTURES.load(model_type)
+
+
+def _tasks_source(folder: CheckpointFolder) -> str:
+    return "modules.json" if read_modules(folder) is not None else f"{CONFIG_FILE}: architectures"
+
+
+def _choose_tasks(
+    folder: CheckpointFolder,
+    reader: ConfigReader,
+    architecture: Architecture,
+    config: ModelConfig,
+    wanted: "tuple[str, ...] | None",
+) -> tuple[Task, ...]:
+    can_generate = architecture.lm_head and config.causal
+    possible: tuple[Task, ...] = ("embed", "generate") if can_generate else ("embed",)
+    if wanted:
+        return _check_tasks(wanted, possible, architecture)
+    names = reader.values.get("architectures") or []
+    is_lm = can_generate and any(str(name).endswith("ForCausalLM") for name in names)
+    if read_modules(folder) is not None:
+        return possible if is_lm else ("embed",)
+    return ("generate",) if is_lm else ("embed",)
+
+
+def _check_tasks(
+    wanted: tuple[str, ...], possible: tuple[Task, ...], architecture: Architecture
+) -> tuple[Task, ...]:
+    for task in wanted:
+        if task not in TASKS:
+            raise CheckpointError(f"task {task!r} is unknown. Known: {', '.join(TASKS)}.")
+        if task not in possible:
+            raise CheckpointError(
+                f"this {architecture.name} checkpoint cannot {task}, only {', '.join(possible)}"
+            )
+    return tuple(task for task in possible if task in wanted)
+
+
+def _lowercase(settings: dict[str, Any], file: str) -> bool:
+    return ConfigReader(settings, file, "sentence-transformers").get("do_lower_case", False, bool)
+
+
+def fingerprint(plan: Plan, options: dict[str, Any]) -> str:
+    """Hash what decides on answers, without reading the weights.
+
+    It covers the small files, the weight files' names, sizes and headers, and the options.
+    """
+    digest = hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode())
+    for file in sorted(plan.folder.path.rglob("*")):
+        if file.is_file() and file.suffix in _HASHED_SUFFIXES:
+            digest.update(str(file.relative_to(plan.folder.path)).encode())
+            digest.update(file.read_bytes())
+    for file in plan.files.paths:
+        digest.update(f"{file.name} {file.stat().st_size}".encode())
+        with file.open("rb") as opened:
+            digest.update(opened.read(1 << 20))
+    return digest.hexdigest()[:32]

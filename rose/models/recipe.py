@@ -1,0 +1,227 @@
+"""How hidden states become a vector: pooling, modules and prompts, as the checkpoint says.
+
+Reads the files of sentence-transformers in the older and the newer style. Free of torch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import PurePosixPath
+from typing import Any
+
+from rose.models.config import MODULES_FILE, CheckpointFolder, Setting
+from rose.models.errors import CheckpointError
+from rose.models.recipe_modules import (
+    DenseModule,
+    NormalizeModule,
+    PoolingModule,
+    VectorModule,
+    read_dense,
+    read_layer_norm,
+    read_normalize,
+    read_pooling,
+)
+
+SENTENCE_CONFIG = "config_sentence_transformers.json"
+# The Transformer module's settings; older releases named the file after the architecture.
+TRANSFORMER_CONFIGS = tuple(
+    f"sentence_{name}_config.json"
+    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+_READERS: dict[str, Callable[[CheckpointFolder, str], VectorModule]] = {
+    "Dense": read_dense,
+    "LayerNorm": read_layer_norm,
+    "Normalize": read_normalize,
+}
+_KNOWN = ("Transformer", "Pooling", *_READERS, "Dropout")
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What follows the backbone.
+
+    `modules` run in this order after pooling; a trailing normalisation is not among them but in
+    `normalize`, so that a request can cut the vector before it. `truncate_dim` is the width to
+    which the checkpoint itself cuts its vectors.
+    """
+
+    pooling: PoolingModule
+    modules: tuple[VectorModule, ...] = ()
+    normalize: bool = False
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt_name: str | None = None
+    truncate_dim: int | None = None
+    matryoshka: tuple[int, ...] = ()
+    settings: tuple[Setting, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def dimensions(self, hidden_size: int) -> int:
+        """Return the width of the finished vector."""
+        width = hidden_size * len(self.pooling.modes)
+        for module in self.modules:
+            if isinstance(module, DenseModule):
+                width = module.outputs
+        return min(width, self.truncate_dim or width)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleEntry:
+    """An entry of modules.json: the class's last name, its whole path, and the module's folder."""
+
+    kind: str
+    type: str
+    path: str
+
+
+def read_modules(folder: CheckpointFolder) -> list[ModuleEntry] | None:
+    """Read modules.json; None where there is none.
+
+    Raises:
+        CheckpointError: an entry is malformed, or of a class that ROSE does not know.
+    """
+    entries = folder.json_list(MODULES_FILE)
+    if entries is None:
+        return None
+    return [_module_entry(folder, index, entry) for index, entry in enumerate(entries)]
+
+
+def _module_entry(folder: CheckpointFolder, index: int, entry: object) -> ModuleEntry:
+    where = f"{folder.path / MODULES_FILE}: entry {index}"
+    if not isinstance(entry, dict) or not isinstance(entry.get("type"), str):
+        raise CheckpointError(f"{where}: an object with a type is expected, found {entry!r}")
+    kind = entry["type"].rpartition(".")[2]
+    if not entry["type"].startswith("sentence_transformers.") or kind not in _KNOWN:
+        raise CheckpointError(
+            f"{where}: module {entry['type']!r} is not supported. Known: {', '.join(_KNOWN)}."
+        )
+    path = entry.get("path") or ""
+    if not isinstance(path, str) or path.startswith("/") or ".." in PurePosixPath(path).parts:
+        raise CheckpointError(f"{where}: path: a folder within the model is expected: {path!r}")
+    return ModuleEntry(kind, entry["type"], path)
+
+
+def transformer_path(folder: CheckpointFolder) -> str:
+    """Return the subfolder that holds the backbone, "" for the folder itself."""
+    entries = read_modules(folder)
+    if entries is None:
+        return ""
+    if not entries or entries[0].kind != "Transformer":
+        found = entries[0].type if entries else "nothing"
+        raise CheckpointError(
+            f"{folder.path / MODULES_FILE}: the first module must be a Transformer, found {found}"
+        )
+    return entries[0].path
+
+
+def read_recipe(folder: CheckpointFolder, *, causal: bool) -> Recipe:
+    """Read how a checkpoint's hidden states become vectors.
+
+    Without modules.json: the mean over the tokens, or the last token of a causal model; no
+    modules; not normalised; and a warning.
+
+    Raises:
+        CheckpointError: a module, mode or setting is malformed or not supported.
+    """
+    entries = read_modules(folder)
+    recipe = _default_recipe(causal=causal) if entries is None else _from_entries(folder, entries)
+    return _add_sentence_config(folder, recipe)
+
+
+def _default_recipe(*, causal: bool) -> Recipe:
+    mode = "last" if causal else "mean"
+    source = f"default of {'causal' if causal else 'bidirectional'} models"
+    return Recipe(
+        pooling=PoolingModule((mode,)),
+        settings=(Setting("pooling", mode, source), Setting("normalize", False, source)),
+        warnings=(
+            f"the checkpoint has no modules.json: pooling is {mode!r}, the {source}, "
+            "and vectors are not normalised unless a request asks for it",
+        ),
+    )
+
+
+def _from_entries(folder: CheckpointFolder, entries: list[ModuleEntry]) -> Recipe:
+    transformer_path(folder)  # checks the first entry
+    where = folder.path / MODULES_FILE
+    kinds = [entry.kind for entry in entries]
+    if kinds.count("Transformer") != 1 or kinds.count("Pooling") != 1 or kinds[1] != "Pooling":
+        raise CheckpointError(
+            f"{where}: a Transformer, then one Pooling, then other modules are expected, "
+            f"found {', '.join(kinds)}"
+        )
+    pooling = read_pooling(folder, entries[1].path)
+    modules = [
+        _READERS[entry.kind](folder, entry.path) for entry in entries[2:] if entry.kind in _READERS
+    ]
+    normalize = False
+    while modules and isinstance(modules[-1], NormalizeModule):
+        modules.pop()
+        normalize = True
+    settings = [
+        Setting("pooling", "+".join(pooling.modes), f"{entries[1].path}/config.json"),
+        Setting(
+            "pooling includes prompt", pooling.include_prompt, f"{entries[1].path}/config.json"
+        ),
+        *(Setting(f"module {i}", str(module), MODULES_FILE) for i, module in enumerate(modules, 2)),
+        Setting("normalize", normalize, MODULES_FILE),
+    ]
+    return Recipe(pooling, tuple(modules), normalize, settings=tuple(settings))
+
+
+def _add_sentence_config(folder: CheckpointFolder, recipe: Recipe) -> Recipe:
+    config = folder.json(SENTENCE_CONFIG) or {}
+    where = str(folder.path / SENTENCE_CONFIG)
+    model_type = config.get("model_type")
+    if model_type not in (None, "SentenceTransformer"):
+        raise CheckpointError(f"{where}: model_type: {model_type!r} is not supported")
+    prompts = _prompts(config, where)
+    default = config.get("default_prompt_name")
+    if default is not None and default not in prompts:
+        raise CheckpointError(
+            f"{where}: default_prompt_name: {default!r} is not among the prompts {sorted(prompts)}"
+        )
+    truncate = _width(config.get("truncate_dim"), f"{where}: truncate_dim")
+    found = [
+        Setting(name, value, SENTENCE_CONFIG)
+        for name, value in (
+            ("prompts", prompts or None),
+            ("default_prompt_name", default),
+            ("truncate_dim", truncate),
+            ("similarity_fn_name", config.get("similarity_fn_name")),
+        )
+        if value is not None
+    ]
+    return replace(
+        recipe,
+        prompts=prompts,
+        default_prompt_name=default,
+        truncate_dim=truncate,
+        matryoshka=_matryoshka(folder),
+        settings=(*recipe.settings, *found),
+    )
+
+
+def _prompts(config: dict[str, Any], where: str) -> dict[str, str]:
+    prompts = config.get("prompts") or {}
+    texts = prompts.values() if isinstance(prompts, dict) else [prompts]
+    if not isinstance(prompts, dict) or not all(isinstance(t, str | None) for t in texts):
+        raise CheckpointError(f"{where}: prompts: texts by name are expected, found {prompts!r}")
+    return {name: text or "" for name, text in prompts.items()}
+
+
+def _width(value: object, where: str) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(f"{where}: a positive integer is expected, found {value!r}")
+    return value
+
+
+def _matryoshka(folder: CheckpointFolder) -> tuple[int, ...]:
+    """Read the widths that a checkpoint was trained for, where a config lists them."""
+    key = "matryoshka_dimensions"
+    for name in (SENTENCE_CONFIG, "config.json"):
+        values = (folder.json(name) or {}).get(key)
+        if isinstance(values, list):
+            where = f"{folder.path / name}: {key}"
+            return tuple(sorted({width for value in values if (width := _width(value, where))}))
+    return ()

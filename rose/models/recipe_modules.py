@@ -1,0 +1,190 @@
+"""The modules of a recipe, each with the reader of its folder's config. Free of torch."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rose.models.config import CheckpointFolder, ConfigReader
+from rose.models.errors import CheckpointError
+
+# sentence-transformers' names of the modes, in the order in which it joins them -> ROSE's names.
+POOLING_MODES = {
+    "cls": "cls",
+    "max": "max",
+    "mean": "mean",
+    "mean_sqrt_len_tokens": "mean_sqrt_len",
+    "weightedmean": "weightedmean",
+    "lasttoken": "last",
+}
+_OLD_FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+# Classes of torch.nn that a Dense module may name -> ROSE's activations.
+DENSE_ACTIVATIONS = {
+    "GELU": "gelu",
+    "Identity": "identity",
+    "ReLU": "relu",
+    "SiLU": "silu",
+    "Sigmoid": "sigmoid",
+    "Tanh": "tanh",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingModule:
+    """One vector per sequence; several modes are joined in this order."""
+
+    modes: tuple[str, ...]
+    include_prompt: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class DenseModule:
+    """activation(W x + b), with weights in the module's folder."""
+
+    path: str
+    inputs: int
+    outputs: int
+    bias: bool
+    activation: str
+    residual: bool
+
+    def __str__(self) -> str:
+        return f"Dense({self.inputs} -> {self.outputs}, {self.activation})"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNormModule:
+    """Layer norm of the vector, with weights in the module's folder."""
+
+    path: str
+    channels: int
+
+    def __str__(self) -> str:
+        return f"LayerNorm({self.channels})"
+
+
+@dataclass(frozen=True, slots=True)
+class NormalizeModule:
+    """L2 normalisation before further modules."""
+
+    def __str__(self) -> str:
+        return "Normalize"
+
+
+VectorModule = DenseModule | LayerNormModule | NormalizeModule
+
+
+def read_pooling(folder: CheckpointFolder, path: str) -> PoolingModule:
+    """Read a Pooling module in the older style (flags) or the newer (names).
+
+    Raises:
+        CheckpointError: the file is missing, or a mode is unknown.
+    """
+    name = f"{path}/config.json"
+    config = folder.json(name)
+    where = folder.path / name
+    if config is None:
+        raise CheckpointError(f"{where}: the pooling module's config is missing")
+    unknown = [key for key in config if key.startswith("pooling_mode_") and key not in _OLD_FLAGS]
+    if unknown:
+        raise CheckpointError(
+            f"{where}: {unknown[0]}: unknown pooling mode. Known: {', '.join(_OLD_FLAGS)}."
+        )
+    modes = _named_modes(config) or [mode for key, mode in _OLD_FLAGS.items() if config.get(key)]
+    for mode in modes:
+        if mode not in POOLING_MODES:
+            raise CheckpointError(
+                f"{where}: unknown pooling mode {mode!r}. Known: {', '.join(POOLING_MODES)}."
+            )
+    reader = ConfigReader(config, str(where), "Pooling")
+    return PoolingModule(
+        tuple(POOLING_MODES[mode] for mode in modes) or ("mean",),
+        reader.get("include_prompt", True, bool),
+    )
+
+
+def _named_modes(config: Mapping[str, Any]) -> list[Any]:
+    named = config.get("pooling_mode")
+    if named is None:
+        return []
+    return named if isinstance(named, list) else [named]
+
+
+def _module_reader(folder: CheckpointFolder, path: str, kind: str, known: set[str]) -> ConfigReader:
+    name = f"{path}/config.json"
+    config = folder.json(name) or {}
+    reader = ConfigReader(config, str(folder.path / name), kind)
+    for key in ("module_input_name", "module_output_name"):
+        stage = reader.get(key, "sentence_embedding", str)
+        if stage != "sentence_embedding":
+            raise CheckpointError(
+                f"{reader.file}: {key}: {stage!r} is not supported, only 'sentence_embedding'"
+            )
+    extra = config.keys() - known - {"module_input_name", "module_output_name"}
+    if extra:
+        raise CheckpointError(f"{reader.file}: {min(extra)}: {kind} has no such setting")
+    return reader
+
+
+def read_dense(folder: CheckpointFolder, path: str) -> DenseModule:
+    """Read a Dense module's config.
+
+    Raises:
+        CheckpointError: a setting is missing, malformed or unknown.
+    """
+    known = {"in_features", "out_features", "bias", "activation_function", "use_residual"}
+    reader = _module_reader(folder, path, "Dense", known)
+    return DenseModule(
+        path,
+        _required_size(reader, "in_features"),
+        _required_size(reader, "out_features"),
+        reader.get("bias", True, bool),
+        _activation(reader),
+        reader.get("use_residual", False, bool),
+    )
+
+
+def _activation(reader: ConfigReader) -> str:
+    name = reader.get("activation_function", "torch.nn.modules.activation.Tanh", str)
+    module, _, kind = name.rpartition(".")
+    if not module.startswith("torch.nn") or kind not in DENSE_ACTIVATIONS:
+        known = json.dumps(list(DENSE_ACTIVATIONS))
+        raise CheckpointError(
+            f"{reader.file}: activation_function: {name!r} is not supported. Known of torch.nn: "
+            f"{known}."
+        )
+    return DENSE_ACTIVATIONS[kind]
+
+
+def _required_size(reader: ConfigReader, key: str) -> int:
+    value = reader.optional_size(key)
+    if value is None:
+        raise CheckpointError(f"{reader.file}: {key} is missing")
+    return value
+
+
+def read_layer_norm(folder: CheckpointFolder, path: str) -> LayerNormModule:
+    """Read a LayerNorm module's config.
+
+    Raises:
+        CheckpointError: a setting is missing, malformed or unknown.
+    """
+    reader = _module_reader(folder, path, "LayerNorm", {"dimension"})
+    return LayerNormModule(path, _required_size(reader, "dimension"))
+
+
+def read_normalize(folder: CheckpointFolder, path: str) -> NormalizeModule:
+    """Read a Normalize module's config, where it has one.
+
+    Raises:
+        CheckpointError: it normalises something else than the vector.
+    """
+    _module_reader(folder, path, "Normalize", set())
+    return NormalizeModule()

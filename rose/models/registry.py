@@ -1,0 +1,14 @@
+"""The architectures that ROSE can serve, by `model_type` of config.json. Free of torch."""
+
+from rose.kernels.registry import Registry
+from rose.models.architecture import Architecture
+
+ARCHITECTURES: Registry[Architecture] = Registry(
+    "architecture (model_type)",
+    {
+        "bert": "rose.models.bert_config:BERT",
+        "llama": "rose.models.decoder_config:LLAMA",
+        "qwen2": "rose.models.decoder_config:QWEN2",
+        "qwen3": "rose.models.decoder_config:QWEN3",
+    },
+)

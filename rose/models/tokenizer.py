@@ -1,0 +1,140 @@
+"""The tokenizer of a checkpoint: its tokenizer.json and the facts beside it. Free of torch."""
+
+import json
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import WordPiece as WordPieceDecoder
+from tokenizers.models import WordPiece
+from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import BertPreTokenizer
+from tokenizers.processors import TemplateProcessing
+
+from rose.models.card import TokenizerCard
+from rose.models.config import CheckpointFolder
+from rose.models.errors import CheckpointError
+
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+_TEMPLATE_FILE = "chat_template.jinja"
+_TEMPLATE_FOLDER = "additional_chat_templates"
+_SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+
+
+def read_tokenizer_json(folder: CheckpointFolder) -> bytes:
+    """Return a tokenizer.json without the truncation and padding that were saved with it.
+
+    Both are the gateway's to decide.
+
+    Raises:
+        CheckpointError: there is no tokenizer.json and none can be built, or it is damaged.
+    """
+    tokenizer = _load_tokenizer(folder)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer.to_str().encode()
+
+
+def _load_tokenizer(folder: CheckpointFolder) -> Tokenizer:
+    text = folder.text(TOKENIZER_FILE)
+    if text is None:
+        return _build_tokenizer(folder)
+    try:
+        return Tokenizer.from_str(text)
+    # The library raises plain Exception.
+    except Exception as error:
+        path = folder.path / TOKENIZER_FILE
+        raise CheckpointError(f"{path}: not a usable tokenizer: {error}") from error
+
+
+def _build_tokenizer(folder: CheckpointFolder) -> Tokenizer:
+    """Build BERT's tokenizer from its vocabulary, for checkpoints from before tokenizer.json."""
+    config = folder.json(TOKENIZER_CONFIG) or {}
+    model_type = (folder.json("config.json") or {}).get("model_type")
+    if not folder.exists("vocab.txt") or model_type != "bert":
+        raise CheckpointError(
+            f"{folder.path / TOKENIZER_FILE} is missing. "
+            "`AutoTokenizer.from_pretrained(folder).save_pretrained(folder)` of transformers "
+            "writes one."
+        )
+    names = {name: _token(config, name) for name in ("unk", "sep", "pad", "cls", "mask")}
+    tokenizer = Tokenizer(
+        WordPiece.from_file(str(folder.path / "vocab.txt"), unk_token=names["unk"])
+    )
+    tokenizer.add_special_tokens(list(names.values()))
+    tokenizer.normalizer = BertNormalizer(
+        clean_text=True,
+        handle_chinese_chars=config.get("tokenize_chinese_chars", True),
+        strip_accents=config.get("strip_accents"),
+        lowercase=config.get("do_lower_case", True),
+    )
+    tokenizer.pre_tokenizer = BertPreTokenizer()
+    tokenizer.decoder = WordPieceDecoder(prefix="##")
+    cls, sep = names["cls"], names["sep"]
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{cls}:0 $A:0 {sep}:0",
+        pair=f"{cls}:0 $A:0 {sep}:0 $B:1 {sep}:1",
+        special_tokens=[(name, tokenizer.token_to_id(name)) for name in (cls, sep)],
+    )
+    return tokenizer
+
+
+def _token(config: dict[str, Any], name: str) -> str:
+    return _content(config.get(f"{name}_token")) or f"[{name.upper()}]"
+
+
+def read_tokenizer_card(folder: CheckpointFolder, *, lowercase: bool = False) -> TokenizerCard:
+    """Read the facts beside tokenizer.json: special tokens and chat templates.
+
+    Raises:
+        CheckpointError: a file is malformed.
+    """
+    config = folder.json(TOKENIZER_CONFIG) or {}
+    return TokenizerCard(
+        special_tokens=_special_tokens(folder, config),
+        chat_templates=_chat_templates(folder, config),
+        lowercase=lowercase,
+        clean_up_spaces=config.get("clean_up_tokenization_spaces") is True,
+    )
+
+
+def _special_tokens(folder: CheckpointFolder, config: dict[str, Any]) -> dict[str, str]:
+    older = folder.json("special_tokens_map.json") or {}
+    keys = [f"{name}_token" for name in _SPECIAL]
+    found = {key: _content(config.get(key)) or _content(older.get(key)) for key in keys}
+    return {key: text for key, text in found.items() if text}
+
+
+def _content(value: object) -> str | None:
+    """Return the text of a token that is saved as text or as an object."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _chat_templates(folder: CheckpointFolder, config: dict[str, Any]) -> dict[str, str]:
+    """Collect chat templates; a file of its own wins over tokenizer_config.json."""
+    templates = _configured_templates(folder, config.get("chat_template"))
+    own_file = folder.text(_TEMPLATE_FILE)
+    files = sorted((folder.path / _TEMPLATE_FOLDER).glob("*.jinja"))
+    if own_file is None and not files:
+        return templates
+    named = {path.stem: folder.text(f"{_TEMPLATE_FOLDER}/{path.name}") or "" for path in files}
+    return named | ({} if own_file is None else {"default": own_file})
+
+
+def _configured_templates(folder: CheckpointFolder, value: object) -> dict[str, str]:
+    if value is None:
+        legacy = (folder.json("chat_template.json") or {}).get("chat_template")
+        return {"default": legacy} if isinstance(legacy, str) else {}
+    if isinstance(value, str):
+        return {"default": value}
+    entries = value if isinstance(value, list) else [value]
+    pairs = [(e.get("name"), e.get("template")) for e in entries if isinstance(e, dict)]
+    templates = {n: t for n, t in pairs if isinstance(n, str) and isinstance(t, str)}
+    if len(templates) < len(entries):
+        raise CheckpointError(
+            f"{folder.path / TOKENIZER_CONFIG}: chat_template: a text or a list of objects with "
+            f"name and template is expected, found {json.dumps(value)[:80]}"
+        )
+    return templates
