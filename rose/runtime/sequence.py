@@ -1,0 +1,146 @@
+"""Sequences (a prompt, its output so far, its place in the page pool), and steps made of them.
+
+Plain Python. Tokens are counted when a step that makes them is scheduled and known when that step's
+result arrives, so the next step can be scheduled in between.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any, Literal, NamedTuple
+
+from rose.runtime.kv_cache import Parent
+from rose.runtime.options import Priority, SamplingParams
+
+Finish = Literal["stop", "length"]
+
+
+class Status(Enum):
+    """Where a sequence is."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """State of one sequence.
+
+    Attributes:
+        token_ids: the prompt and the output tokens that are known; `output_ids` are the latter.
+        max_outputs: output tokens at most: of the request, the model and the page pool.
+        end_ids: output tokens that end it.
+        rank: place in the order of service, lower first.
+        computed: tokens from the first on whose keys and values lie in pages, or will once the
+            steps in flight are done.
+        pending: output tokens of steps in flight, not known yet; they follow `token_ids`.
+        in_flight: steps in flight that it takes part in.
+        slot: index of its row in the device's state while it runs.
+        registered: leading pages that were offered to the prefix cache; `parent` is the next
+            one's.
+        cached_tokens: prompt tokens found in the prefix cache when it was first admitted.
+        prompt_rows: leading prompt positions whose log-probabilities need no more computing.
+        sampling: the sampler's state, opaque here.
+    """
+
+    request_id: Hashable
+    prompt_len: int
+    token_ids: list[int]
+    params: SamplingParams
+    max_outputs: int
+    end_ids: frozenset[int]
+    rank: int
+    priority: Priority = "online"
+    output_ids: list[int] = field(default_factory=list)
+    sampling: Any = None
+    status: Status = Status.WAITING
+    pages: list[int] = field(default_factory=list)
+    slot: int | None = None
+    computed: int = 0
+    pending: int = 0
+    in_flight: int = 0
+    registered: int = 0
+    parent: Parent = ""
+    cached_tokens: int | None = None
+    prompt_rows: int = 0
+
+    @property
+    def num_outputs(self) -> int:
+        """Output tokens, those in flight included."""
+        return len(self.output_ids) + self.pending
+
+    @property
+    def remaining(self) -> int:
+        """Tokens whose keys and values are still to compute."""
+        return len(self.token_ids) + self.pending - self.computed
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether its last step is done or in flight: it needs no other."""
+        return self.computed >= self.prompt_len and self.num_outputs >= self.max_outputs
+
+    @property
+    def schedulable(self) -> bool:
+        """Whether another step can bring it further now.
+
+        The mask of a grammar follows from the token before, so that one has to be known.
+        """
+        return not self.exhausted and not (self.pending and self.params.grammar is not None)
+
+    def append(self, token_id: int) -> Finish | None:
+        """Add a token that has arrived, and say whether it is the last and why."""
+        self.token_ids.append(token_id)
+        self.output_ids.append(token_id)
+        self.pending -= 1
+        outputs = len(self.output_ids)
+        minimum = 0 if self.params.grammar is not None else self.params.min_tokens
+        if token_id in self.end_ids and outputs > minimum:
+            return "stop"
+        return "length" if outputs >= self.max_outputs else None
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """Tokens of one sequence in a step: `num_tokens` from position `start` on.
+
+    `output_index` counts the output token that its last row samples; None samples none.
+    `prompt_rows` is the range of prompt positions whose log-probabilities are wanted.
+    """
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    output_index: int | None
+    prompt_rows: range
+
+    @property
+    def end(self) -> int:
+        """Position after the last token."""
+        return self.start + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step computes. `scrub` are pages to zero first: their contents may be NaN."""
+
+    rows: list[PlanRow] = field(default_factory=list)
+    scrub: list[int] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step."""
+        return sum(row.num_tokens for row in self.rows)
+
+
+class Outcome(NamedTuple):
+    """What a step brought for a sequence that was still wanted.
+
+    `row` is its index in the plan; `token_id` is None where nothing was sampled.
+    """
+
+    row: int
+    sequence: Sequence
+    token_id: int | None
+    finish: Finish | None = None
+    error: Exception | None = None
