@@ -1,0 +1,160 @@
+"""The HTTP gateway: an ASGI application in front of engines."""
+
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rose.serving.client_api import EngineClient
+from rose.serving.gateway.errors import ApiError
+from rose.serving.gateway.gateway import Gateway
+from rose.serving.gateway.models import ModelTable
+from rose.serving.gateway.operation import Endpoint, Exchange, Operation, new_request_id
+from rose.serving.gateway.routes import OPERATIONS
+from rose.serving.gateway.settings import GatewaySettings
+
+log = logging.getLogger(__name__)
+
+
+def create_app(
+    clients: Mapping[str, EngineClient] | ModelTable, settings: GatewaySettings | None = None
+) -> Starlette:
+    """Builds the gateway.
+
+    Args:
+        clients: A client for each served name; a name that leads to the same client as another
+            is an alias. They may still be connecting: their models answer 503 until ready.
+        settings: What the operator chose.
+    """
+    table = clients if isinstance(clients, ModelTable) else ModelTable(clients)
+    gateway = Gateway(table, settings or GatewaySettings())
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        gateway.close()
+
+    app = Starlette(
+        routes=[route for operation in OPERATIONS for route in _routes(gateway, operation)],
+        middleware=[Middleware(Frontdoor, gateway=gateway)],
+        exception_handlers={HTTPException: _raise_on},
+        lifespan=lifespan,
+    )
+    app.router.redirect_slashes = False
+    app.state.gateway = gateway
+    return app
+
+
+def _routes(gateway: Gateway, operation: Operation) -> list[Route]:
+    endpoint = Endpoint(gateway, operation)
+    paths = (operation.path, *operation.aliases)
+    return [Route(path, endpoint, methods=[operation.method]) for path in paths]
+
+
+class Frontdoor:
+    """The outermost layer: request ids, keys, errors, metrics and the log."""
+
+    def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
+        self.app = app
+        self.gateway = gateway
+        self.open_paths = _open_paths(gateway.settings)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one connection event of the server."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        exchange = Exchange(new_request_id(headers.get(b"x-request-id")))
+        scope["rose.exchange"] = exchange
+        self.gateway.metrics.in_flight.inc()
+        try:
+            await self._serve(scope, receive, _Sender(send, exchange), headers)
+        finally:
+            self.gateway.metrics.in_flight.dec()
+            self._account(exchange, scope["method"])
+
+    async def _serve(
+        self, scope: Scope, receive: Receive, send: "_Sender", headers: Mapping[bytes, str]
+    ) -> None:
+        try:
+            self._check_key(scope["path"], headers.get(b"authorization"))
+            await self.app(scope, receive, send)
+        except ClientDisconnect:
+            self.gateway.metrics.disconnects.labels(send.exchange.route).inc()
+        except ApiError as error:
+            await _answer(error, scope, receive, send)
+        except Exception:
+            log.exception("request %s failed", send.exchange.request_id)
+            message = "An internal error; the server's log has it."
+            await _answer(ApiError(500, message, code="internal"), scope, receive, send)
+
+    def _check_key(self, path: str, authorization: str | None) -> None:
+        if path in self.open_paths or self.gateway.keys.admit(authorization):
+            return
+        message = "A valid API key is needed: send 'Authorization: Bearer KEY'."
+        headers = {"WWW-Authenticate": "Bearer"}
+        raise ApiError(401, message, code="invalid_api_key", headers=headers)
+
+    def _account(self, exchange: Exchange, method: str) -> None:
+        seconds = time.perf_counter() - exchange.started
+        metrics = self.gateway.metrics
+        if exchange.status:
+            metrics.requests.labels(exchange.route, str(exchange.status)).inc()
+            metrics.request_seconds.labels(exchange.route).observe(seconds)
+        if self.gateway.settings.log_requests or not exchange.status:
+            log.info(
+                "id=%s method=%s route=%s status=%s ms=%.1f",
+                exchange.request_id,
+                method[:10],
+                exchange.route,
+                exchange.status or "disconnected",
+                seconds * 1e3,
+            )
+
+
+class _Sender:
+    """Sends messages to the client, with the request's id, and notes the status."""
+
+    def __init__(self, send: Send, exchange: Exchange) -> None:
+        self._send = send
+        self.exchange = exchange
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.exchange.status = message["status"]
+            header = (b"x-request-id", self.exchange.request_id.encode("ascii"))
+            message = {**message, "headers": [*message.get("headers", ()), header]}
+        await self._send(message)
+
+
+async def _answer(error: ApiError, scope: Scope, receive: Receive, send: _Sender) -> None:
+    if send.exchange.status:  # an answer has begun: all that is left is to break it off
+        raise error
+    await error.response()(scope, receive, send)
+
+
+async def _raise_on(_: Request, error: Exception) -> Response:
+    """Passes what the router found wrong on to the front door, in the API's form."""
+    assert isinstance(error, HTTPException)
+    messages = {
+        404: "There is no such route; GET /openapi.json lists them.",
+        405: "This route does not support that method.",
+    }
+    message = messages.get(error.status_code, error.detail)
+    raise ApiError(error.status_code, message, headers=error.headers)
+
+
+def _open_paths(settings: GatewaySettings) -> frozenset[str]:
+    paths = {operation.path for operation in OPERATIONS if not operation.guarded}
+    paths |= {"/metrics"} if settings.public_metrics else set()
+    paths |= {"/docs", "/openapi.json"} if settings.public_docs else set()
+    return frozenset(paths)

@@ -1,0 +1,74 @@
+"""What all requests of a gateway share."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
+
+from rose.serving.gateway.auth import Keys
+from rose.serving.gateway.errors import ApiError
+from rose.serving.gateway.metrics import Metrics
+from rose.serving.gateway.models import ModelTable
+from rose.serving.gateway.settings import GatewaySettings
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Gateway:
+    """Models, settings, metrics and threads, and what is in flight."""
+
+    def __init__(self, table: ModelTable, settings: GatewaySettings) -> None:
+        self.table = table
+        self.settings = settings
+        self.keys = Keys(settings.api_keys)
+        self.metrics = Metrics(table)
+        self.pool = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="rose-text")
+        self.requests_in_flight = 0
+        self.bytes_in_flight = 0
+
+    def close(self) -> None:
+        """Ends the threads, when their work is done."""
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
+    async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs CPU work off the event loop."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.pool, lambda: work(*args, **kwargs))
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """A place among the requests that are served.
+
+        Raises:
+            ApiError: 429, there is none.
+        """
+        if self.requests_in_flight >= self.settings.max_concurrent_requests:
+            raise _overloaded("Too many requests are being served.")
+        self.requests_in_flight += 1
+        try:
+            yield
+        finally:
+            self.requests_in_flight -= 1
+
+    @contextmanager
+    def memory(self, size: int) -> Iterator[None]:
+        """Room for a body of `size` bytes.
+
+        Raises:
+            ApiError: 429, there is none.
+        """
+        if self.bytes_in_flight and (
+            self.bytes_in_flight + size > self.settings.max_body_bytes_in_flight
+        ):
+            raise _overloaded("Too much input is being served.")
+        self.bytes_in_flight += size
+        try:
+            yield
+        finally:
+            self.bytes_in_flight -= size
+
+
+def _overloaded(message: str) -> ApiError:
+    return ApiError(429, f"{message} Try again later.", code="overloaded")

@@ -1,0 +1,86 @@
+"""Numbers for Prometheus. Each gateway has a registry of its own."""
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from rose.serving.gateway.models import ModelTable
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+
+
+class Metrics:
+    """What a gateway counts."""
+
+    def __init__(self, table: ModelTable) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "rose_requests", "Requests answered.", ["route", "status"], registry=registry
+        )
+        self.request_seconds = Histogram(
+            "rose_request_seconds",
+            "Time from a request's arrival to its answer.",
+            ["route"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.in_flight = Gauge(
+            "rose_requests_in_flight", "Requests being served.", registry=registry
+        )
+        self.disconnects = Counter(
+            "rose_disconnects",
+            "Clients that left before their answer.",
+            ["route"],
+            registry=registry,
+        )
+        self.tokens = Counter(
+            "rose_prompt_tokens", "Tokens fed to models.", ["model"], registry=registry
+        )
+        self.truncated = Counter(
+            "rose_truncated_tokens",
+            "Tokens cut off too long input.",
+            ["model"],
+            registry=registry,
+        )
+        self.batch_size = Histogram(
+            "rose_request_batch_size",
+            "Texts in a request.",
+            ["model"],
+            buckets=_COUNTS,
+            registry=registry,
+        )
+        self.tokenize_seconds = self._seconds("tokenize", "Time a request was tokenised.")
+        self.queue_seconds = self._seconds("queue", "Time a request waited at the engine.")
+        self.compute_seconds = self._seconds("compute", "Time a request was computed.")
+        registry.register(_Readiness(table))
+
+    def exposition(self) -> bytes:
+        """Everything in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def _seconds(self, name: str, text: str) -> Histogram:
+        return Histogram(
+            f"rose_{name}_seconds", text, ["model"], buckets=_SECONDS, registry=self.registry
+        )
+
+
+class _Readiness:
+    """Whether models are ready, asked when somebody looks."""
+
+    def __init__(self, table: ModelTable) -> None:
+        self._table = table
+
+    def collect(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily(
+            "rose_model_ready", "1 if the model's engine takes work.", labels=["model"]
+        )
+        for model in self._table:
+            family.add_metric([model.name], float(model.client.ready))
+        yield family
+
+    def describe(self) -> Iterable[Metric]:
+        return ()

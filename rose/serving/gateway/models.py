@@ -1,0 +1,137 @@
+"""Which models a gateway serves, and the tokenizer of each."""
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+
+from rose.models.card import ModelCard, Task
+from rose.serving.client_api import EngineClient
+from rose.serving.gateway.errors import ApiError, bad_request
+from rose.serving.gateway.schemas import ModelInfo
+from rose.serving.gateway.tokenization import TokenizationError, Tokenizer
+
+
+@dataclass
+class ServedModel:
+    """A model under the name that clients use."""
+
+    name: str
+    client: EngineClient
+    _loaded: tuple[str, Tokenizer] | None = None
+    _loading: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def card(self) -> ModelCard:
+        """The model's card.
+
+        Raises:
+            ApiError: 503, the engine has not started yet.
+        """
+        card = self.client.card
+        if card is None:
+            raise self.unavailable()
+        return card
+
+    def unavailable(self) -> ApiError:
+        """The answer while the engine does not take work."""
+        reason = self.client.unready_reason or "its engine does not answer"
+        return ApiError(503, f"Model '{self.name}' is not ready: {reason}.", code="unavailable")
+
+    async def tokenizer(self, pool: Executor) -> Tokenizer:
+        """The tokenizer; loaded on first use, and again if the engine comes back with another.
+
+        Raises:
+            ApiError: 503, the engine has not started yet; 500, its tokenizer is unusable.
+        """
+        fingerprint = self.card.fingerprint
+        if self._loaded is None or self._loaded[0] != fingerprint:
+            async with self._loading:
+                await self._load(pool)
+        assert self._loaded is not None
+        return self._loaded[1]
+
+    async def _load(self, pool: Executor) -> None:
+        card = self.card
+        if self._loaded is not None and self._loaded[0] == card.fingerprint:
+            return
+        loop = asyncio.get_running_loop()
+        source = self.client.tokenizer_json
+        try:
+            tokenizer = await loop.run_in_executor(pool, Tokenizer.from_card, card, source)
+        except TokenizationError as error:
+            raise ApiError(500, str(error), code="internal") from error
+        self._loaded = card.fingerprint, tokenizer
+
+    def info(self) -> ModelInfo:
+        """The model as /v1/models lists it."""
+        card = self.client.card
+        if card is None:
+            return ModelInfo(id=self.name, ready=False)
+        embedding = card.embedding
+        return ModelInfo(
+            id=self.name,
+            created=card.created,
+            ready=self.client.ready,
+            task=card.tasks[0] if card.tasks else None,
+            tasks=list(card.tasks),
+            max_model_len=card.max_model_len,
+            dimensions=embedding.dimensions if embedding else None,
+            dtype=card.dtype,
+            architecture=card.architecture,
+            prompts=sorted(embedding.prompts) if embedding else [],
+        )
+
+
+class ModelTable:
+    """Served models by name; several names may lead to one client."""
+
+    def __init__(self, clients: Mapping[str, EngineClient]) -> None:
+        self._models = {name: ServedModel(name, client) for name, client in clients.items()}
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        return iter(self._models.values())
+
+    def named(self, name: str) -> ServedModel:
+        """The model of a name.
+
+        Raises:
+            ApiError: 404, listing the names.
+        """
+        model = self._models.get(name)
+        if model is None:
+            known = ", ".join(f"'{known}'" for known in self._models) or "none"
+            message = f"The model '{name[:200]}' is not served here; served: {known}."
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return model
+
+    def choose(self, name: str | None, *tasks: Task) -> ServedModel:
+        """The model for a request, ready to work.
+
+        Args:
+            name: As the request says; None picks the only model that can do it.
+            tasks: Of which it must be able to do one; none: any model will do.
+
+        Raises:
+            ApiError: 400, 404 or 503.
+        """
+        model = self._only(tasks) if name is None else self.named(name)
+        if not model.client.ready:
+            raise model.unavailable()
+        if tasks and not set(tasks) & set(model.card.tasks):
+            can = ", ".join(model.card.tasks)
+            message = f"The model '{model.name}' cannot do this; it can: {can}."
+            raise bad_request(message, "model")
+        return model
+
+    def _only(self, tasks: tuple[Task, ...]) -> ServedModel:
+        """The one model (whatever its names) that can do a task, or may once it has started."""
+        fit: dict[int, ServedModel] = {}
+        for model in self:
+            card = model.client.card
+            if card is None or not tasks or set(tasks) & set(card.tasks):
+                fit.setdefault(id(model.client), model)
+        if len(fit) == 1:
+            return next(iter(fit.values()))
+        names = ", ".join(f"'{name}'" for name in self._models) or "none"
+        raise bad_request(f"'model' is missing; served: {names}.", "model")

@@ -1,0 +1,203 @@
+"""A route of the API: how it is declared, and the way of a request through it.
+
+To add a route, write a handler and an `Operation` in a module of `routes`, and list it there;
+OpenAPI and /docs follow from the declaration.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from rose.serving.client_api import EngineError
+from rose.serving.gateway.body import check_content_type, read_body
+from rose.serving.gateway.errors import ApiError, bad_request, from_engine
+from rose.serving.gateway.gateway import Gateway
+from rose.serving.gateway.json_guard import decode
+from rose.serving.gateway.schemas import Request as RequestBody
+
+# Smaller bodies are parsed at once: a thread would cost more than it saves.
+PARSE_IN_THREAD_BYTES = 256 << 10
+
+BodyT = TypeVar("BodyT")
+T = TypeVar("T")
+
+
+@dataclass
+class Exchange:
+    """A request as the outermost layer sees it; inner layers fill it in."""
+
+    request_id: str
+    route: str = "other"
+    started: float = field(default_factory=time.perf_counter)
+    status: int = 0
+
+    @classmethod
+    def of(cls, scope: Scope) -> "Exchange":
+        """The exchange that a scope belongs to."""
+        found = scope["rose.exchange"]
+        assert isinstance(found, cls)
+        return found
+
+
+@dataclass(frozen=True)
+class Call(Generic[BodyT]):
+    """What a handler gets.
+
+    Attributes:
+        gateway: Models, settings, metrics, threads.
+        request: Path parameters and headers; the body has been read.
+        body: The parsed body; None for a route without.
+        exchange: Request id and start.
+    """
+
+    gateway: Gateway
+    request: Request
+    body: BodyT
+    exchange: Exchange
+
+    def time_left_s(self) -> float | None:
+        """Seconds until the request's deadline; None if it has none."""
+        limit = self.gateway.settings.request_timeout_s
+        if limit is None:
+            return None
+        return max(0.0, limit - (time.perf_counter() - self.exchange.started))
+
+
+Handler = Callable[[Call[Any]], Awaitable[Response]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One method of one path.
+
+    Attributes:
+        path: Starlette's form, such as "/v1/models/{name:path}".
+        aliases: Other paths that do the same.
+        body: Struct that the JSON body is decoded into; None: there is no body.
+        answer: Struct of a success, or the media type of one that is not JSON.
+        example: A body to try.
+        statuses: Errors that the route can answer with.
+        guarded: Whether it needs a key, where the server has keys.
+    """
+
+    method: Literal["GET", "POST"]
+    path: str
+    handler: Handler
+    summary: str
+    tag: str
+    answer: type[msgspec.Struct] | str
+    description: str = ""
+    aliases: tuple[str, ...] = ()
+    body: type[msgspec.Struct] | None = None
+    example: dict[str, Any] | None = None
+    statuses: tuple[int, ...] = ()
+    guarded: bool = True
+
+
+class Endpoint:
+    """The ASGI application of an operation: body in, handler, answer out."""
+
+    def __init__(self, gateway: Gateway, operation: Operation) -> None:
+        self.gateway = gateway
+        self.operation = operation
+        self.decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(operation.body)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request; errors are raised to the outermost layer."""
+        exchange = Exchange.of(scope)
+        exchange.route = self.operation.path
+        request = Request(scope, receive)
+        if self.operation.body is None:
+            response = await self._handle(request, None, exchange)
+        else:
+            response = await self._with_body(request, exchange)
+        await response(scope, receive, send)
+
+    async def _with_body(self, request: Request, exchange: Exchange) -> Response:
+        gateway, settings = self.gateway, self.gateway.settings
+        check_content_type(request)
+        with gateway.place():
+            raw = await read_body(request, settings.max_body_bytes, settings.body_timeout_s)
+            with gateway.memory(len(raw)):
+                work = self._decode_and_handle(request, raw, exchange)
+                return await unless_disconnected(request.receive, work)
+
+    async def _decode_and_handle(
+        self, request: Request, raw: bytes, exchange: Exchange
+    ) -> Response:
+        decoder = self.decoder
+        if len(raw) > PARSE_IN_THREAD_BYTES:
+            body = await self.gateway.in_thread(decode, raw, decoder)
+        else:
+            body = decode(raw, decoder)
+        if isinstance(body, RequestBody) and body.request_id is not None:
+            exchange.request_id = checked_request_id(body.request_id)
+        return await self._handle(request, body, exchange)
+
+    async def _handle(self, request: Request, body: object, exchange: Exchange) -> Response:
+        call = Call(self.gateway, request, body, exchange)
+        limit = call.time_left_s() if self.operation.body else None
+        try:
+            async with asyncio.timeout(limit):
+                return await self.operation.handler(call)
+        except EngineError as error:
+            raise from_engine(error) from error
+        except TimeoutError:
+            message = f"No answer within {self.gateway.settings.request_timeout_s:g} seconds."
+            raise ApiError(504, message, code="deadline") from None
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Awaits `work`, and cancels it if the client leaves before it is done.
+
+    Raises:
+        ClientDisconnect: The client left.
+    """
+    task = asyncio.create_task(work)
+    watch = asyncio.create_task(_disconnect(receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        watch.cancel()
+        if not task.done():
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, ApiError, EngineError):
+                await task
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def new_request_id(given: str | None) -> str:
+    """The id that a client sent in a header, if it is fit to be sent back, or a new one."""
+    return given if given and _is_fit(given) else f"req-{secrets.token_hex(12)}"
+
+
+def checked_request_id(given: str) -> str:
+    """A request id out of a body.
+
+    Raises:
+        ApiError: 400, it cannot be sent back in a header.
+    """
+    if not _is_fit(given):
+        message = "'request_id' must be 1 to 128 printable ASCII characters."
+        raise bad_request(message, "request_id")
+    return given
+
+
+def _is_fit(text: str) -> bool:
+    return 0 < len(text) <= 128 and text.isascii() and text.isprintable()

@@ -1,0 +1,192 @@
+"""Text to token ids, as `transformers` does it, without transformers and off the event loop.
+
+A `Tokenizer` is set up once and never changed afterwards, so threads share it. Truncation is done
+here on ids and not by the library, whose truncation is a setting of the shared object.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+from tokenizers import normalizers
+
+from rose.models.card import ModelCard, TokenizerCard
+
+Side = Literal["left", "right"]
+Ids = npt.NDArray[np.int32]
+
+# Texts go to the library in groups of about this many characters: an encoding takes some hundred
+# bytes a token until its ids are taken out of it.
+GROUP_CHARS = 1 << 20
+# A text longer than this is measured piece by piece before it is tokenised as a whole.
+PIECE_CHARS = 1 << 16
+
+
+class TokenizationError(ValueError):
+    """The tokenizer cannot be used as it is, or failed on a text."""
+
+
+class Tokenizer:
+    """A model's tokenizer.
+
+    Attributes:
+        prefix: Special tokens that the tokenizer puts before a text, int32.
+        suffix: Special tokens that it puts after a text, int32.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, facts: TokenizerCard) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        if facts.lowercase:
+            _lowercase_first(backend)
+        self._backend = backend
+        self._special_ids = _special_ids(backend, facts)
+        self.prefix, self.suffix = _template(backend)
+        self.prompt_length = lru_cache(maxsize=256)(self._prompt_length)
+
+    @classmethod
+    def from_card(cls, card: ModelCard, tokenizer_json: bytes) -> "Tokenizer":
+        """Loads the tokenizer that came with a model card.
+
+        Raises:
+            TokenizationError: tokenizer.json cannot be read.
+        """
+        try:
+            backend = tokenizers.Tokenizer.from_buffer(tokenizer_json)
+        except Exception as error:  # the library raises plain Exception
+            raise TokenizationError(f"{card.name}: tokenizer.json: {error}") from error
+        return cls(backend, card.tokenizer)
+
+    def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[Ids]:
+        """Token ids of each text, as many as it has. Releases the GIL; uses several cores."""
+        found: list[Ids] = []
+        for group in _groups(texts):
+            encodings = self._encode(group, add_special_tokens)
+            found += [np.array(encoding.ids, np.int32) for encoding in encodings]
+        return found
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of token ids."""
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
+        """The vocabulary's entry of each id."""
+        return [self._backend.id_to_token(i) or "" for i in ids]
+
+    def certainly_longer(self, text: str, limit: int) -> bool:
+        """Whether a text has more than `limit` tokens; False also when only a full count can tell.
+
+        A long text is counted in pieces that end at white space, and only until there are twice as
+        many tokens as allowed: what a piece's end may do to the count is far less than that.
+        """
+        if len(text) <= PIECE_CHARS:
+            return False
+        count = 0
+        for piece in _pieces(text):
+            count += len(self._encode([piece], False)[0])
+            if count > 2 * limit + 256:
+                return True
+        return False
+
+    def cut(self, ids: Ids, limit: int, side: Side, keep: int = 0) -> Ids:
+        """At most `limit` of a text's ids: the special tokens stay, the text loses its one side.
+
+        Args:
+            ids: int32 [tokens].
+            limit: More than there are special tokens.
+            side: Where tokens are dropped.
+            keep: Leading tokens that stay when the left side is cut (a prompt).
+        """
+        if len(ids) <= limit:
+            return ids
+        head, tail = self._edges(ids)
+        if side == "left":
+            head = min(max(head, keep), limit)
+            return np.concatenate([ids[:head], ids[len(ids) - (limit - head) :]])
+        return np.concatenate([ids[: limit - tail], ids[len(ids) - tail :]])
+
+    def _edges(self, ids: Ids) -> tuple[int, int]:
+        """How many special tokens are at either end, if they are those of the tokenizer."""
+        head, tail = len(self.prefix), len(self.suffix)
+        starts = np.array_equal(ids[:head], self.prefix)
+        ends = np.array_equal(ids[len(ids) - tail :], self.suffix)
+        return (head if starts else 0), (tail if ends else 0)
+
+    def _prompt_length(self, prompt: str) -> int:
+        """Tokens of a prompt that pooling may leave out, as sentence-transformers counts them.
+
+        That is: the prompt tokenised alone, less one if its last token is a special one.
+        """
+        ids = self._encode([prompt], True)[0].ids
+        return len(ids) - bool(ids and ids[-1] in self._special_ids)
+
+    def _encode(self, texts: list[str], special: bool) -> list[tokenizers.Encoding]:
+        try:  # only the batch calls release the GIL, also for one text
+            return self._backend.encode_batch_fast(texts, add_special_tokens=special)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # Rust's, no subclass of Exception
+                raise
+            raise TokenizationError(f"the tokenizer failed: {error}") from error
+
+
+def _lowercase_first(backend: tokenizers.Tokenizer) -> None:
+    """As sentence-transformers does for `do_lower_case`."""
+    present = backend.normalizer
+    parts: list[normalizers.Normalizer] = []
+    if isinstance(present, normalizers.Sequence):
+        parts = [present[i] for i in range(len(present))]
+    elif present is not None:
+        parts = [present]
+    if not any(isinstance(part, normalizers.Lowercase) for part in parts):
+        backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *parts])
+
+
+def _special_ids(backend: tokenizers.Tokenizer, facts: TokenizerCard) -> frozenset[int]:
+    named = [backend.token_to_id(text) for text in facts.special_tokens.values()]
+    if named:
+        return frozenset(i for i in named if i is not None)
+    return frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+
+
+def _template(backend: tokenizers.Tokenizer) -> tuple[Ids, Ids]:
+    """The special tokens before and after a text, found by looking at one."""
+    for probe in ("a", "the", "1", "."):
+        full = backend.encode(probe)
+        bare = backend.encode(probe, add_special_tokens=False).ids
+        added = len(full.ids) - len(bare)
+        for head in range(added + 1):
+            mask = full.special_tokens_mask
+            inside = mask[head : head + len(bare)]
+            if bare and full.ids[head : head + len(bare)] == bare and not any(inside):
+                ids = np.array(full.ids, np.int32)
+                return ids[:head], ids[head + len(bare) :]
+    raise TokenizationError("cannot tell which special tokens the tokenizer adds to a text")
+
+
+def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
+    group: list[str] = []
+    chars = 0
+    for text in texts:
+        if group and chars + len(text) > GROUP_CHARS:
+            yield group
+            group, chars = [], 0
+        group.append(text)
+        chars += len(text)
+    if group:
+        yield group
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Pieces of at most `PIECE_CHARS`, cut before white space where there is any."""
+    start = 0
+    while start < len(text):
+        piece = text[start : start + PIECE_CHARS]
+        if start + len(piece) < len(text):
+            space = max(piece.rfind(" "), piece.rfind("\n"))
+            if space > PIECE_CHARS // 2:
+                piece = piece[:space]
+        yield piece
+        start += len(piece)

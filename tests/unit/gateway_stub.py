@@ -1,0 +1,134 @@
+"""An engine that needs no model: vectors are made from the token ids alone.
+
+`python tests/unit/gateway_stub.py [tokenizer folder]` serves it on 127.0.0.1:8123.
+"""
+
+import asyncio
+import hashlib
+import sys
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+from rose.models.card import EmbeddingCard, ModelCard, TokenizerCard
+from rose.serving.client_api import EmbedAnswer
+
+WORDS = "a red kite over the hill word fine text query document : , . ! 1 2 3 [ ] un ##s ##ing ##ed"
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def tokenizer_json(cls=True, specials=True):
+    """A small WordPiece tokenizer, with truncation and padding baked in."""
+    vocab = {token: i for i, token in enumerate([*SPECIAL, *WORDS.split()])}
+    backend = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    if specials:
+        backend.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        )
+        backend.add_special_tokens(SPECIAL)
+    backend.enable_truncation(7)
+    backend.enable_padding(length=7)
+    return backend.to_str().encode()
+
+
+def card(name="stub", **changes):
+    embedding = changes.pop("embedding", {})
+    tokenizer = changes.pop("tokenizer", {})
+    facts = {
+        "name": name,
+        "path": f"/models/{name}",
+        "architecture": "BertModel",
+        "dtype": "float32",
+        "tasks": ("embed",),
+        "vocab_size": 64,
+        "max_model_len": 32,
+        "fingerprint": f"{name}-1",
+        "created": 1_700_000_000,
+        "tokenizer": TokenizerCard(
+            **{"special_tokens": {"cls_token": "[CLS]", "sep_token": "[SEP]"}, **tokenizer}
+        ),
+        "embedding": EmbeddingCard(
+            **{"dimensions": 16, "normalize": True, "pooling": "mean", **embedding}
+        ),
+    }
+    return ModelCard(**{**facts, **changes})
+
+
+def vector(ids, width):
+    """A unit vector that depends on the ids and nothing else."""
+    seed = hashlib.sha256(np.asarray(ids, np.int32).tobytes()).digest()
+    row = np.random.default_rng(list(seed)).standard_normal(width)
+    return (row / np.linalg.norm(row)).astype(np.float32)
+
+
+class StubClient:
+    def __init__(self, model=None, source=None):
+        self.card = card() if model is None else model
+        self.tokenizer_json = tokenizer_json() if source is None else source
+        self.ready, self.unready_reason = True, None
+        self.calls, self.running, self.cancelled = [], 0, 0
+        self.failure = None  # raised instead of an answer
+        self.delay_s = 0.0
+        self.spoil = None  # index of the row that becomes NaN
+
+    async def embed(
+        self, ids, options, *, pool_from=0, priority="online", timeout_s=None, trace=""
+    ):
+        self.calls.append(
+            {
+                "ids": ids,
+                "options": options,
+                "pool_from": pool_from,
+                "priority": priority,
+                "timeout_s": timeout_s,
+                "trace": trace,
+            }
+        )
+        self.running += 1
+        try:
+            await asyncio.sleep(self.delay_s)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+        if self.failure is not None:
+            raise self.failure
+        return EmbedAnswer(self._vectors(ids, options), 0.001, 0.002)
+
+    def _vectors(self, ids, options):
+        rows = np.stack([vector(row, self.card.embedding.dimensions) for row in ids])
+        rows = rows[:, : options.dimensions]
+        if options.normalize is not False:
+            rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+        if self.spoil is not None:
+            rows[self.spoil, 0] = np.nan
+        kind = options.output_dtype
+        if kind in ("binary", "ubinary"):
+            packed = np.packbits(rows > 0, axis=1)
+            return packed if kind == "ubinary" else (packed.astype(np.int16) - 128).astype(np.int8)
+        if kind in ("int8", "uint8"):
+            return (rows * 100 + (100 if kind == "uint8" else 0)).astype(kind)
+        return rows.astype(kind)
+
+
+def main():
+    import uvicorn
+
+    from rose.serving.gateway import GatewaySettings, create_app
+
+    client = StubClient()
+    if sys.argv[1:]:
+        source = (Path(sys.argv[1]) / "tokenizer.json").read_bytes()
+        size = Tokenizer.from_buffer(source).get_vocab_size()
+        facts = card("stub", vocab_size=size, max_model_len=256, embedding={"dimensions": 384})
+        client = StubClient(facts, source)
+    app = create_app({"stub": client}, GatewaySettings(log_requests=True))
+    uvicorn.run(app, host="127.0.0.1", port=8123, access_log=False, log_level="info")
+
+
+if __name__ == "__main__":
+    main()
