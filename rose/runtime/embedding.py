@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 SATURATION_TOLERANCE = 0.05
 SATURATION_BUDGET_S = 1.5
+SATURATION_SIZES = (128, 256, 512, 1024, 2048, 4096, 8192)
+DEFAULT_SATURATION = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +94,21 @@ class EmbeddingRuntime:
     def measure_saturation(self, max_len: int, vocab_size: int) -> int:
         """Find the batch size, in tokens, from which larger batches hardly gain throughput.
 
-        It is the smallest size within 5 % of the best tokens per second, of doublings from 128
-        that the time budget allows.
+        It is the smallest size within 5 % of the best tokens per second, of the doublings that the
+        time budget allows; where that is over before 512 tokens, 512.
         """
         rates: dict[int, float] = {}
         began = time.perf_counter()
-        for tokens in (128, 256, 512, 1024, 2048, 4096, 8192):
+        for tokens in SATURATION_SIZES:
             rates[tokens] = tokens / self._time_batch(tokens, max_len, vocab_size)
             elapsed = time.perf_counter() - began
             if elapsed + 4 * tokens / rates[tokens] > SATURATION_BUDGET_S:
                 break
         best = max(rates.values())
         chosen = min(n for n, rate in rates.items() if rate >= (1 - SATURATION_TOLERANCE) * best)
-        log.info("saturation point: %d tokens a batch (%.0f tokens/s)", chosen, rates[chosen])
+        if max(rates) < DEFAULT_SATURATION:
+            chosen = DEFAULT_SATURATION
+        log.info("saturation point: %d tokens a batch (best %.0f tokens/s)", chosen, best)
         return chosen
 
     def _time_batch(self, tokens: int, max_len: int, vocab_size: int) -> float:

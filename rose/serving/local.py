@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +13,12 @@ from rose.models.output import finish
 from rose.runtime.build import ModelOptions, build
 from rose.runtime.embedding import EmbedBatch, EmbeddingRuntime
 from rose.runtime.errors import NonFiniteError, RequestError
-from rose.runtime.lazy import LazyTensor
 from rose.runtime.options import OUTPUT_DTYPES, EmbedOptions, OutputDtype
 from rose.runtime.queue import EmbedJob, EmbedQueue, JobSlice
 from rose.serving.gateway.tokenization import Tokenizer
+
+if TYPE_CHECKING:
+    from rose.runtime.lazy import LazyTensor
 
 Text = str | Sequence[int]
 Ids = npt.NDArray[np.int32]

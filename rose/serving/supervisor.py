@@ -109,7 +109,7 @@ class Supervisor:
         addresses = []
         for index, model in enumerate(self._models):
             address = f"ipc://{folder}/{index}.sock"
-            addresses += ["--engine", address]
+            addresses += ["--engine", f"{model.name}={address}"]
             command = ["engine", model.path, "--name", model.name, "--bind", address]
             self._spawn(f"engine {model.name}", [*command, *self._engine_options])
         command = ["gateway", "--host", self._host, "--port", str(self._port), *addresses]
