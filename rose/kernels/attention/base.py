@@ -57,9 +57,9 @@ class PagedLayout:
     """New tokens of sequences whose earlier keys and values lie in pages.
 
     Host facts: `query_lens` new tokens per sequence, `kv_lens` tokens per sequence with the new
-    ones. Device tensors: `cu_seqlens_q` int32 [B + 1], `block_table` int32 [B, max pages] (page ids,
-    unused entries 0), `slot_mapping` int64 [T] (page * page size + offset, where each new token's
-    key and value go; page 0 is reserved for padding).
+    ones. Device tensors: `cu_seqlens_q` int32 [B + 1], `block_table` int32 [B, max pages] (page
+    ids, unused entries 0), `slot_mapping` int64 [T] (page * page size + offset, where each new
+    token's key and value go; page 0 is reserved for padding).
     """
 
     cu_seqlens_q: "Tensor"

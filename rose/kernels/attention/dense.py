@@ -1,4 +1,4 @@
-"""Attention over dense groups of sequences, the building block of the torch back end.
+"""Attention over dense groups of equally long sequences, the building block of the torch back end.
 
 Shape letters: N sequences of a group, L queries of each, M keys of each, H query heads, K key/value
 heads, G query heads per key/value head, D head size.
@@ -8,7 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rose.kernels.attention.grouping import Group
+
 SCORE_ELEMENTS = 1 << 24  # at most so many scores are held at once where sdpa cannot be used
+WINDOW_BLOCK = 128  # queries that share one slice of the keys where a window is narrow
 
 
 def attend_dense(
@@ -17,26 +20,31 @@ def attend_dense(
     v_NMKD: Tensor,
     *,
     scale: float,
+    soft_cap: float | None = None,
     bias: Tensor | None = None,
     causal: bool = False,
 ) -> Tensor:
-    """Attend with one call of scaled_dot_product_attention.
+    """Attend: softmax(scale * q k + bias) v, with scores capped before the bias where asked for.
 
     Args:
         q_NLHD: queries [N, L, H, D].
         k_NMKD: keys [N, M, K, D]; K divides H.
         v_NMKD: values, as the keys.
         scale: factor of the scores.
-        bias: added to the scores, [N or 1, 1, L, M] in the queries' dtype, or None.
-        causal: query i sees keys 0 to i (only without a bias).
+        soft_cap: scores s become soft_cap * tanh(s / soft_cap).
+        bias: [N or 1, 1, L, M] in the queries' dtype: 0 where visible, -inf where not.
+        causal: query i sees keys 0 to i; without bias and soft cap only.
 
     Returns:
         [N, L, H, D] in the queries' dtype.
     """
-    length, heads, kv_heads = q_NLHD.shape[1], q_NLHD.shape[2], k_NMKD.shape[2]
+    if soft_cap is not None:
+        assert not causal, "a capped layer hides later keys by its bias"
+        return _attend_capped(q_NLHD, k_NMKD, v_NMKD, scale, soft_cap, bias)
+    heads, kv_heads = q_NLHD.shape[2], k_NMKD.shape[2]
     k_NKMD, v_NKMD = k_NMKD.transpose(1, 2), v_NMKD.transpose(1, 2)
-    if length == 1:  # the heads that share keys are as good as so many queries, and share the reads
-        q_NKGD = q_NLHD.reshape(q_NLHD.shape[0], kv_heads, heads // kv_heads, -1)
+    if q_NLHD.shape[1] == 1:  # heads that share keys are as good as so many queries: one read
+        q_NKGD = q_NLHD.reshape(-1, kv_heads, heads // kv_heads, q_NLHD.shape[3])
         out_NKGD = F.scaled_dot_product_attention(
             q_NKGD, k_NKMD, v_NKMD, attn_mask=bias, scale=scale
         )
@@ -53,28 +61,23 @@ def attend_dense(
     return out_NHLD.transpose(1, 2)
 
 
-def attend_capped(
+def _attend_capped(
     q_NLHD: Tensor,
     k_NMKD: Tensor,
     v_NMKD: Tensor,
-    *,
     scale: float,
     soft_cap: float,
-    bias: Tensor | None = None,
+    bias: Tensor | None,
 ) -> Tensor:
-    """Attend with scores s replaced by soft_cap * tanh(s / soft_cap), in float32.
-
-    Arguments and result are those of `attend_dense`. Queries go in blocks, so that memory stays
-    bounded at any length.
-    """
+    """Attend with capped scores in float32, in blocks of queries so that memory stays bounded."""
     block = max(1, SCORE_ELEMENTS // max(1, q_NLHD.shape[0] * q_NLHD.shape[2] * k_NMKD.shape[1]))
-    k_NKDM, v_NKMD = k_NMKD.float().permute(0, 2, 3, 1), v_NMKD.float().transpose(1, 2)
-    k_NK1DM, v_NK1MD = k_NKDM.unsqueeze(2), v_NKMD.unsqueeze(2)
+    k_NK1DM = k_NMKD.float().permute(0, 2, 3, 1).unsqueeze(2)
+    v_NK1MD = v_NMKD.float().transpose(1, 2).unsqueeze(2)
     parts = []
     for start in range(0, q_NLHD.shape[1], block):
         q_NLKGD = q_NLHD[:, start : start + block].float().unflatten(2, (k_NMKD.shape[2], -1))
         scores_NKGLM = (q_NLKGD.permute(0, 2, 3, 1, 4) * (scale / soft_cap)) @ k_NK1DM
-        scores_NKGLM.tanh_().mul_(soft_cap)
+        scores_NKGLM = scores_NKGLM.tanh_().mul_(soft_cap)
         if bias is not None:
             scores_NKGLM += bias[:, :, start : start + block].unsqueeze(1)
         out_NKGLD = scores_NKGLM.softmax(-1) @ v_NK1MD
@@ -82,43 +85,96 @@ def attend_capped(
     return torch.cat(parts, dim=1).to(q_NLHD.dtype)
 
 
-def visibility_bias(
-    query_lens: tuple[int, ...],
-    kv_lens: tuple[int, ...],
-    first_keys: tuple[int, ...],
-    shape: tuple[int, int],
+def attend_windowed(
+    q_NLHD: Tensor,
+    k_NLKD: Tensor,
+    v_NLKD: Tensor,
+    band: Tensor,
+    window: tuple[int, int],
     *,
-    causal: bool,
-    window: tuple[int | None, int | None],
+    scale: float,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """Attend within a window, block of queries by block, each over the keys that it can see.
+
+    The work grows with L times the window instead of L squared.
+
+    Args:
+        q_NLHD: queries [N, L, H, D].
+        k_NLKD: keys [N, L, K, D].
+        v_NLKD: values, as the keys.
+        band: what `band_bias` gives for this length and window.
+        window: positions that a query sees to its (left, right).
+        scale: factor of the scores.
+        soft_cap: as in `attend_dense`.
+
+    Returns:
+        [N, L, H, D] in the queries' dtype.
+    """
+    left, right = window
+    length, block = q_NLHD.shape[1], band.shape[0]
+    parts = []
+    for start in range(0, length, block):
+        end = min(start + block, length)
+        first, last = max(0, start - left), min(length, end + right)
+        # Column 0 of the band is the key `left` places before the block's first query.
+        columns = slice(first - start + left, last - start + left)
+        out_NLHD = attend_dense(
+            q_NLHD[:, start:end],
+            k_NLKD[:, first:last],
+            v_NLKD[:, first:last],
+            scale=scale,
+            soft_cap=soft_cap,
+            bias=band[None, None, : end - start, columns],
+        )
+        parts.append(out_NLHD)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def band_bias(
+    length: int, window: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Build the bias of one block of queries: 0 within the window of each, -inf elsewhere.
+
+    Returns:
+        [block, left + block + right]: column j is the key at j - left from the block's first query.
+        The block is the whole length where cutting it would not pay.
+    """
+    left, right = window
+    block = length if length <= 2 * WINDOW_BLOCK else WINDOW_BLOCK
+    key = torch.arange(left + block + right, device=device) - left
+    distance = key - torch.arange(block, device=device).unsqueeze(1)
+    hidden = (distance < -left) | (distance > right)
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+
+
+def ragged_bias(
+    group: Group,
+    first_keys: tuple[int, ...] | None,
+    window: tuple[int, int],
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Build the bias that hides what a query may not see: 0 where visible, -inf elsewhere.
+    """Build the bias of a group of unlike sequences: 0 where visible, -inf elsewhere.
 
     Args:
-        query_lens: queries per sequence; the last of them is the sequence's last token.
-        kv_lens: tokens per sequence, cached ones included.
-        first_keys: position of the first key that is present, per sequence.
-        shape: (L, M) of the group; shorter sequences are padded at the end.
-        causal: hide later positions.
-        window: positions visible to the (left, right), None for all.
+        group: the sequences; a sequence's last query is its last token.
+        first_keys: position of the first key that is present, per sequence; None is all 0.
+        window: positions that a query sees to its (left, right).
         dtype: dtype of the result.
         device: device of the result.
 
     Returns:
         [N, 1, L, M]. A padded query sees what its sequence's last one does, so no row is all -inf.
     """
-    facts = torch.tensor([query_lens, kv_lens, first_keys], device=device).unsqueeze(-1)
-    query_N1, kv_N1, first_N1 = facts.unbind()
-    row_L = torch.arange(shape[0], device=device)
+    first_keys = first_keys or (0,) * len(group.members)
+    count = max(kv - first for kv, first in zip(group.kv_lens, first_keys, strict=True))
+    facts = torch.tensor([group.query_lens, group.kv_lens, first_keys], device=device)
+    query_N1, kv_N1, first_N1 = facts.unsqueeze(-1).unbind()
+    row_L = torch.arange(group.shape[0], device=device)
     query_NL1 = (kv_N1 - query_N1 + torch.minimum(row_L, query_N1 - 1)).unsqueeze(-1)
-    key_N1M = (first_N1 + torch.arange(shape[1], device=device)).unsqueeze(1)
-    visible_NLM = (key_N1M < kv_N1.unsqueeze(1)).expand(-1, shape[0], -1)
-    left, right = window
-    right = 0 if causal else right
-    if left is not None:
-        visible_NLM = visible_NLM & (key_N1M >= query_NL1 - left)
-    if right is not None:
-        visible_NLM = visible_NLM & (key_N1M <= query_NL1 + right)
-    bias_NLM = torch.zeros(visible_NLM.shape, dtype=dtype, device=device)
-    return bias_NLM.masked_fill_(~visible_NLM, float("-inf")).unsqueeze(1)
+    key_N1M = (first_N1 + torch.arange(count, device=device)).unsqueeze(1)
+    hidden_NLM = key_N1M > torch.minimum(query_NL1 + window[1], kv_N1.unsqueeze(1) - 1)
+    hidden_NLM |= key_N1M < query_NL1 - window[0]
+    bias_NLM = torch.zeros(hidden_NLM.shape, dtype=dtype, device=device)
+    return bias_NLM.masked_fill_(hidden_NLM, float("-inf")).unsqueeze(1)

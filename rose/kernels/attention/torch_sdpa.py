@@ -1,16 +1,15 @@
 """Attention on torch alone: the back end that runs everywhere, and the reference for the others.
 
-A plan sorts the batch's sequences into groups of like length (`grouping`); every layer then attends
-once per group (`dense`). Sequences without cached tokens read keys and values straight from the
-packed tensors; the others gather theirs from the pages.
+A plan sorts the batch's sequences into groups (`grouping`); every layer then attends once per group
+(`dense`). Sequences without cached tokens read keys and values straight from the packed tensors;
+the others read theirs from the pages.
 
-Shape letters: T tokens of the batch, R rows of all groups with padding, H query heads, K key/value
-heads, D head size, B sequences, N sequences of a group, L queries and M keys of each, P pages,
-S slots of a page.
+Shape letters: T tokens of the batch, H query heads, K key/value heads, D head size, N sequences of
+a group, L queries and M keys of each, R = N * L rows, P pages, S slots of a page.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -23,10 +22,17 @@ from rose.kernels.attention.base import (
     PagedLayout,
     RaggedLayout,
 )
-from rose.kernels.attention.dense import attend_capped, attend_dense, visibility_bias
+from rose.kernels.attention.dense import attend_dense, attend_windowed, band_bias, ragged_bias
 from rose.kernels.attention.grouping import Group, group_sequences
 
-Window = tuple[int | None, int | None]
+# Up to this length, sequences are copied into padded groups to save kernel calls. On a CPU a call
+# costs about as much as copying 32 tokens; an accelerator wants few launches.
+SHORT_ON_CPU, SHORT_ELSEWHERE = 32, 512
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+# What a layer's bias depends on: its window, clipped to the group's length, and the dtype.
+_BiasKey = tuple[tuple[int, int], torch.dtype]
 
 
 class TorchSdpaBackend(AttentionBackend):
@@ -41,14 +47,14 @@ class TorchSdpaBackend(AttentionBackend):
         reasons = []
         if device.type == "meta":
             reasons.append("the meta device computes nothing")
-        if dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-            reasons.append(f"dtype {dtype} is not float32, float64, bfloat16 or float16")
+        if dtype not in DTYPES:
+            reasons.append(f"dtype {dtype} is none of {', '.join(map(str, DTYPES))}")
         if spec.num_kv_heads < 1 or spec.num_heads % spec.num_kv_heads:
             reasons.append(
                 f"{spec.num_heads} query heads do not divide among {spec.num_kv_heads} kv heads"
             )
         if any(side is not None and side < 0 for side in spec.window):
-            reasons.append(f"window {spec.window} is negative")
+            reasons.append(f"window {spec.window} has a negative side")
         if spec.soft_cap is not None and spec.soft_cap <= 0:
             reasons.append(f"soft cap {spec.soft_cap} is not positive")
         return reasons
@@ -66,109 +72,138 @@ class _RaggedBatch:
     """Keys and values are those of this forward pass."""
 
     def __init__(self, layout: RaggedLayout) -> None:
-        device = layout.cu_seqlens.device
-        self._groups = [
-            _PlannedGroup(group, device)
-            for group in group_sequences(layout.lengths, layout.lengths)
-        ]
-        self._rows = _Rows([group.facts for group in self._groups], layout.lengths, device)
+        device, lengths = layout.cu_seqlens.device, layout.lengths
+        starts = [0, *accumulate(lengths)]
+        groups = group_sequences(lengths, lengths, short=_short(device))
+        self._groups = [_FreshGroup(group, starts, device) for group in groups]
 
     def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, spec: AttentionSpec) -> Tensor:
-        q_RHD, k_RKD, v_RKD = (self._rows.take(x) for x in (q_THD, k_TKD, v_TKD))
-        outputs = []
-        start = 0
-        for group in self._groups:
-            end = start + group.rows
-            outputs.append(group.attend(q_RHD[start:end], k_RKD[start:end], v_RKD[start:end], spec))
-            start = end
-        return self._rows.put(outputs, q_THD)
+        return _join([(g.rows, g.attend(q_THD, k_TKD, v_TKD, spec)) for g in self._groups], q_THD)
 
 
 class _PagedBatch:
     """Keys and values are written to pages first; sequences with cached tokens read them there."""
 
     def __init__(self, layout: PagedLayout, pages: KVPages) -> None:
-        device = layout.cu_seqlens_q.device
-        groups = group_sequences(layout.query_lens, layout.kv_lens)
-        self._fresh = [_PlannedGroup(group, device) for group in groups if group.is_fresh]
+        device = layout.block_table.device
+        starts = [0, *accumulate(layout.query_lens)]
+        groups = group_sequences(layout.query_lens, layout.kv_lens, short=_short(device))
+        self._fresh = [_FreshGroup(g, starts, device) for g in groups if g.is_fresh]
         self._cached = [
-            _CachedGroup(group, layout.block_table, pages.page_size)
-            for group in groups
-            if not group.is_fresh
+            _CachedGroup(g, starts, layout.block_table, pages.page_size)
+            for g in groups
+            if not g.is_fresh
         ]
-        self._fresh_rows = sum(group.rows for group in self._fresh)
-        self._rows = _Rows(groups, layout.query_lens, device)
         self._slots_T = layout.slot_mapping
         self._pages = pages
 
     def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, spec: AttentionSpec) -> Tensor:
         keys, values = self._write(k_TKD, v_TKD, spec.layer)
-        q_RHD = self._rows.take(q_THD)
-        outputs = []
-        start = 0
-        if self._fresh:
-            k_RKD, v_RKD = (self._rows.take(x, self._fresh_rows) for x in (k_TKD, v_TKD))
-        for group in self._fresh:
-            end = start + group.rows
-            outputs.append(group.attend(q_RHD[start:end], k_RKD[start:end], v_RKD[start:end], spec))
-            start = end
-        for cached in self._cached:
-            end = start + cached.rows
-            outputs.append(cached.attend(q_RHD[start:end], keys, values, spec))
-            start = end
-        return self._rows.put(outputs, q_THD)
+        parts = [(g.rows, g.attend(q_THD, k_TKD, v_TKD, spec)) for g in self._fresh]
+        parts += [(g.rows, g.attend(q_THD, keys, values, spec)) for g in self._cached]
+        return _join(parts, q_THD)
 
     def _write(self, k_TKD: Tensor, v_TKD: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Put the new tokens' keys and values into their slots; return all slots, [P * S, K, D]."""
-        keys = self._pages.keys[layer].flatten(0, 1)
-        values = self._pages.values[layer].flatten(0, 1)
-        keys.index_copy_(0, self._slots_T, k_TKD)
-        values.index_copy_(0, self._slots_T, v_TKD)
-        return keys, values
+        keys = self._pages.keys[layer].view(-1, *k_TKD.shape[1:])
+        values = self._pages.values[layer].view(-1, *v_TKD.shape[1:])
+        return keys.index_copy_(0, self._slots_T, k_TKD), values.index_copy_(
+            0, self._slots_T, v_TKD
+        )
 
 
-class _PlannedGroup:
+class _Rows:
+    """Which packed tokens a group attends with: a slice where possible, else copies."""
+
+    def __init__(self, group: Group, starts: Sequence[int], device: torch.device) -> None:
+        length = group.shape[0]
+        self._size = (len(group.members), length)
+        self.start = starts[group.members[0]]
+        tokens = sum(group.query_lens)
+        self.is_slice = (
+            self._size[0] * length == tokens == starts[group.members[-1]] + length - self.start
+        )
+        self.end = self.start + tokens
+        self._gather_R: Tensor | None = None  # token of each row
+        self._token: Tensor | None = None  # token of each row but the padding
+        self._real: Tensor | None = None  # rows but the padding, where there is any
+        if not self.is_slice:
+            self._plan_copies(group, starts, device)
+
+    def _plan_copies(self, group: Group, starts: Sequence[int], device: torch.device) -> None:
+        # Padding repeats a sequence's last token, so it brings no foreign value into the group.
+        first_N1 = torch.tensor([starts[i] for i in group.members]).unsqueeze(1)
+        count_N1 = torch.tensor(group.query_lens).unsqueeze(1)
+        offset_L = torch.arange(group.shape[0])
+        token_NL = first_N1 + torch.minimum(offset_L, count_N1 - 1)
+        real_NL = offset_L < count_N1
+        self._gather_R = token_NL.flatten().to(device, non_blocking=True)
+        self._token = token_NL[real_NL].to(device, non_blocking=True)
+        if len(set(group.query_lens)) > 1:
+            self._real = real_NL.flatten().nonzero().squeeze(1).to(device, non_blocking=True)
+
+    def take(self, x_THD: Tensor) -> Tensor:
+        """Return the group's tokens, [N, L, H, D]."""
+        if self._gather_R is None:
+            return x_THD[self.start : self.end].unflatten(0, self._size)
+        return x_THD.index_select(0, self._gather_R).unflatten(0, self._size)
+
+    def put(self, x_NLHD: Tensor, out_THD: Tensor) -> None:
+        """Write the group's results to their places."""
+        x_RHD = x_NLHD.flatten(0, 1)
+        if self._token is None:
+            out_THD[self.start : self.end] = x_RHD
+            return
+        real = x_RHD if self._real is None else x_RHD.index_select(0, self._real)
+        out_THD.index_copy_(0, self._token, real)
+
+
+def _join(parts: list[tuple[_Rows, Tensor]], like_THD: Tensor) -> Tensor:
+    """Bring the groups' results, [N, L, H, D] each, into the order of the packed tokens."""
+    if len(parts) == 1:
+        rows, out_NLHD = parts[0]
+        if rows.is_slice and rows.end - rows.start == like_THD.shape[0]:
+            return out_NLHD.flatten(0, 1)
+    out_THD = like_THD.new_empty(like_THD.shape)
+    for rows, out_NLHD in parts:
+        rows.put(out_NLHD, out_THD)
+    return out_THD
+
+
+class _FreshGroup:
     """A group of sequences that have no cached tokens."""
 
-    def __init__(self, facts: Group, device: torch.device) -> None:
-        self.facts = facts
-        self.rows = len(facts.members) * facts.shape[0]
+    def __init__(self, facts: Group, starts: Sequence[int], device: torch.device) -> None:
+        self.rows = _Rows(facts, starts, device)
+        self._facts = facts
+        self._uniform = facts.is_uniform
+        self._length = facts.shape[1]
         self._device = device
-        self._biases: dict[tuple[bool, Window, torch.dtype], Tensor] = {}
+        self._biases: dict[_BiasKey, Tensor] = {}
 
-    def attend(self, q_RHD: Tensor, k_RKD: Tensor, v_RKD: Tensor, spec: AttentionSpec) -> Tensor:
-        """Attend with the group's rows of the packed tensors; returns [R, H, D]."""
-        size = (len(self.facts.members), self.facts.shape[0])
-        q_NLHD, k_NLKD, v_NLKD = (x.unflatten(0, size) for x in (q_RHD, k_RKD, v_RKD))
-        return self._attend(q_NLHD, k_NLKD, v_NLKD, spec).flatten(0, 1)
+    def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, spec: AttentionSpec) -> Tensor:
+        """Attend with the group's rows of the packed tensors; returns [N, L, H, D]."""
+        q, k, v = self.rows.take(q_THD), self.rows.take(k_TKD), self.rows.take(v_TKD)
+        scale, soft_cap = spec.scale, spec.soft_cap
+        window = _clip(spec, self._length)
+        most = self._length - 1
+        if window == (most, most) and self._uniform:
+            return attend_dense(q, k, v, scale=scale, soft_cap=soft_cap)
+        if window == (most, 0) and soft_cap is None:
+            # Padding lies behind the real tokens, where no causal query looks.
+            return attend_dense(q, k, v, scale=scale, causal=True)
+        bias = self._bias(window, q.dtype)
+        if self._uniform:
+            return attend_windowed(q, k, v, bias, window, scale=scale, soft_cap=soft_cap)
+        return attend_dense(q, k, v, scale=scale, soft_cap=soft_cap, bias=bias)
 
-    def _attend(
-        self, q_NLHD: Tensor, k_NLKD: Tensor, v_NLKD: Tensor, spec: AttentionSpec
-    ) -> Tensor:
-        # Padding lies behind the real tokens, where no causal query looks.
-        open_window = _window_is_open(spec, self.facts.shape[1])
-        if spec.soft_cap is not None:
-            bias = self._bias(spec, q_NLHD.dtype)
-            return attend_capped(
-                q_NLHD, k_NLKD, v_NLKD, scale=spec.scale, soft_cap=spec.soft_cap, bias=bias
-            )
-        if open_window and (spec.causal or self.facts.is_uniform):
-            return attend_dense(q_NLHD, k_NLKD, v_NLKD, scale=spec.scale, causal=spec.causal)
-        bias = self._bias(spec, q_NLHD.dtype)
-        return attend_dense(q_NLHD, k_NLKD, v_NLKD, scale=spec.scale, bias=bias)
-
-    def _bias(self, spec: AttentionSpec, dtype: torch.dtype) -> Tensor:
-        key = (spec.causal, spec.window, dtype)
+    def _bias(self, window: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        key = (window, dtype)
         if key not in self._biases:
-            self._biases[key] = visibility_bias(
-                self.facts.query_lens,
-                self.facts.kv_lens,
-                (0,) * len(self.facts.members),
-                self.facts.shape,
-                causal=spec.causal,
-                window=spec.window,
-                dtype=dtype,
-                device=self._device,
+            self._biases[key] = (
+                band_bias(self._length, window, dtype, self._device)
+                if self._uniform
+                else ragged_bias(self._facts, None, window, dtype, self._device)
             )
         return self._biases[key]
 
@@ -176,124 +211,87 @@ class _PlannedGroup:
 class _CachedGroup:
     """A group of sequences with cached tokens and equally many new ones."""
 
-    def __init__(self, facts: Group, block_table: Tensor, page_size: int) -> None:
-        self.facts = facts
-        self.rows = len(facts.members) * facts.shape[0]
+    def __init__(
+        self, facts: Group, starts: Sequence[int], block_table: Tensor, page_size: int
+    ) -> None:
         self._device = block_table.device
+        self.rows = _Rows(facts, starts, self._device)
+        self._facts = facts
         members = torch.tensor(facts.members, device=self._device)
         self._block_table = block_table.index_select(0, members).long()
         self._page_size = page_size
-        self._views: dict[tuple[bool, Window, torch.dtype], tuple[Tensor, Tensor | None]] = {}
+        self._reads: dict[_BiasKey, tuple[_Slots, Tensor | None]] = {}
 
-    def attend(self, q_RHD: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Tensor:
-        """Attend with the group's rows of the queries over the pages' slots; returns [R, H, D]."""
-        slots, bias = self._view(spec, q_RHD.dtype)
-        count = len(self.facts.members)
-        q_NLHD = q_RHD.unflatten(0, (count, self.facts.shape[0]))
-        k_NMKD = keys.index_select(0, slots).unflatten(0, (count, -1))
-        v_NMKD = values.index_select(0, slots).unflatten(0, (count, -1))
-        if spec.soft_cap is None:
-            out_NLHD = attend_dense(q_NLHD, k_NMKD, v_NMKD, scale=spec.scale, bias=bias)
-        else:
-            out_NLHD = attend_capped(
-                q_NLHD, k_NMKD, v_NMKD, scale=spec.scale, soft_cap=spec.soft_cap, bias=bias
-            )
-        return out_NLHD.flatten(0, 1)
-
-    def _view(self, spec: AttentionSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """The slots that layers of this kind read, [N * M], and the bias over them."""
-        key = (spec.causal, spec.window, dtype)
-        if key not in self._views:
-            self._views[key] = self._make_view(spec, dtype)
-        return self._views[key]
-
-    def _make_view(self, spec: AttentionSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        first_keys = tuple(self._first_key(kv, spec.window[0]) for kv in self.facts.kv_lens)
-        counts = [kv - first for kv, first in zip(self.facts.kv_lens, first_keys, strict=True)]
-        shape = (self.facts.shape[0], max(counts))
-        slots = self._slots(first_keys, shape[1])
-        if shape[0] == 1 and len(set(counts)) == 1:  # every key that is present is visible
-            return slots, None
-        bias = visibility_bias(
-            self.facts.query_lens,
-            self.facts.kv_lens,
-            first_keys,
-            shape,
-            causal=spec.causal,
-            window=spec.window,
-            dtype=dtype,
-            device=self._device,
+    def attend(self, q_THD: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Tensor:
+        """Attend with the group's queries over the pages' slots; returns [N, L, H, D]."""
+        q_NLHD = self.rows.take(q_THD)
+        key = (_clip(spec, self._facts.shape[1]), q_NLHD.dtype)
+        if key not in self._reads:
+            self._reads[key] = self._plan_read(*key)
+        slots, bias = self._reads[key]
+        k_NMKD, v_NMKD = slots.take(keys, values)
+        return attend_dense(
+            q_NLHD, k_NMKD, v_NMKD, scale=spec.scale, soft_cap=spec.soft_cap, bias=bias
         )
-        return slots, bias
 
-    def _first_key(self, kv_len: int, left: int | None) -> int:
-        """Position of the first key that any of a sequence's queries sees."""
-        return 0 if left is None else max(0, kv_len - self.facts.shape[0] - left)
+    def _plan_read(
+        self, window: tuple[int, int], dtype: torch.dtype
+    ) -> "tuple[_Slots, Tensor | None]":
+        """The slots that layers with this window read, and the bias over them."""
+        facts = self._facts
+        queries = facts.shape[0]
+        first_keys = tuple(max(0, kv - queries - window[0]) for kv in facts.kv_lens)
+        counts = [kv - first for kv, first in zip(facts.kv_lens, first_keys, strict=True)]
+        slots = _Slots(self._slots(first_keys, max(counts)), len(counts))
+        all_visible = queries == 1 or (window[0] >= facts.shape[1] - 1 <= window[1])
+        if all_visible and len(set(counts)) == 1:
+            return slots, None
+        return slots, ragged_bias(facts, first_keys, window, dtype, self._device)
 
     def _slots(self, first_keys: tuple[int, ...], count: int) -> Tensor:
-        # Padding repeats a sequence's last key: slots never written may hold NaN, which no bias hides.
-        facts = torch.tensor([first_keys, self.facts.kv_lens], device=self._device).unsqueeze(-1)
-        position_NM = torch.minimum(
-            facts[0] + torch.arange(count, device=self._device), facts[1] - 1
-        )
+        # Padding repeats a sequence's last key: a slot never written may hold NaN, and no bias
+        # hides that.
+        facts = torch.tensor([first_keys, self._facts.kv_lens], device=self._device).unsqueeze(-1)
+        offset_M = torch.arange(count, device=self._device)
+        position_NM = torch.minimum(facts[0] + offset_M, facts[1] - 1)
         page_NM = self._block_table.gather(1, position_NM // self._page_size)
         return (page_NM * self._page_size + position_NM % self._page_size).flatten()
 
 
-class _Rows:
-    """Moves packed tokens into the groups' order and back, where the two differ."""
+class _Slots:
+    """Reads a group's keys and values, a view where they lie side by side in one sequence."""
 
-    def __init__(
-        self, groups: Sequence[Group], lengths: Sequence[int], device: torch.device
-    ) -> None:
-        starts = [0, *accumulate(lengths)]
-        self._gather: Tensor | None = None
-        self._scatter: Tensor | None = None
-        order = [i for group in groups for i in group.members]
-        padded = any(len(set(group.query_lens)) > 1 for group in groups)
-        if padded or any(a > b for a, b in pairwise(order)):
-            gather, scatter = _row_order(groups, starts)
-            self._gather = gather.to(device, non_blocking=True)
-            self._scatter = scatter.to(device, non_blocking=True)
+    def __init__(self, slots: Tensor, count: int) -> None:
+        self._slots = slots
+        self._size = (count, slots.shape[0] // count)
+        self._slice: slice | None = None
+        if count == 1 and not slots.is_cuda and bool((slots.diff() == 1).all()):
+            self._slice = slice(int(slots[0]), int(slots[-1]) + 1)
+        # Reused by all layers: fresh memory of this size costs more than the copy into it.
+        self._buffers: tuple[Tensor, Tensor] | None = None
 
-    def take(self, x_TKD: Tensor, count: int | None = None) -> Tensor:
-        """Return the groups' rows, padding included: all, or the first `count`."""
-        if self._gather is None:
-            return x_TKD
-        return x_TKD.index_select(0, self._gather[:count])
-
-    def put(self, outputs: list[Tensor], like_THD: Tensor) -> Tensor:
-        """Join the groups' outputs and bring them into the order of the packed tokens."""
-        if not outputs:
-            return like_THD.new_zeros(like_THD.shape)
-        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return joined if self._scatter is None else joined.index_select(0, self._scatter)
+    def take(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return [N, M, K, D] of both; valid until the next call."""
+        if self._slice is not None:
+            return keys[self._slice].unsqueeze(0), values[self._slice].unsqueeze(0)
+        if self._buffers is None or self._buffers[0].shape[1:] != keys.shape[1:]:
+            shape = (self._slots.shape[0], *keys.shape[1:])
+            self._buffers = (keys.new_empty(shape), values.new_empty(shape))
+        k_RKD, v_RKD = self._buffers
+        torch.index_select(keys, 0, self._slots, out=k_RKD)
+        torch.index_select(values, 0, self._slots, out=v_RKD)
+        return k_RKD.unflatten(0, self._size), v_RKD.unflatten(0, self._size)
 
 
-def _row_order(groups: Sequence[Group], starts: list[int]) -> tuple[Tensor, Tensor]:
-    """Token of every row of the groups, [R], and row of every token, [T].
-
-    Padding rows repeat their sequence's last token, so they bring no foreign value into a group.
-    """
-    gather: list[Tensor] = []
-    scatter = torch.empty(starts[-1], dtype=torch.int64)
-    row = 0
-    for group in groups:
-        length = group.shape[0]
-        first_N1 = torch.tensor([starts[i] for i in group.members]).unsqueeze(1)
-        count_N1 = torch.tensor(group.query_lens).unsqueeze(1)
-        offset_L = torch.arange(length)
-        token_NL = first_N1 + torch.minimum(offset_L, count_N1 - 1)
-        row_NL = torch.arange(row, row + token_NL.numel()).view(token_NL.shape)
-        real_NL = offset_L < count_N1
-        scatter[token_NL[real_NL]] = row_NL[real_NL]
-        gather.append(token_NL.flatten())
-        row += token_NL.numel()
-    return torch.cat(gather), scatter
-
-
-def _window_is_open(spec: AttentionSpec, length: int) -> bool:
-    """Whether a layer's window hides nothing in sequences of at most `length` tokens."""
+def _clip(spec: AttentionSpec, length: int) -> tuple[int, int]:
+    """The window of a layer in sequences of at most `length` tokens, without None."""
     left, right = spec.window
-    left_open = left is None or left >= length - 1
-    return left_open and (spec.causal or right is None or right >= length - 1)
+    most = length - 1
+    left = most if left is None else min(left, most)
+    if spec.causal:
+        return left, 0
+    return left, most if right is None else min(right, most)
+
+
+def _short(device: torch.device) -> int:
+    return SHORT_ON_CPU if device.type == "cpu" else SHORT_ELSEWHERE
