@@ -41,6 +41,11 @@ class WeightedModule(nn.Module):
         self.register_parameter(attribute, nn.Parameter(empty, requires_grad=False))
         self.slots[attribute] = parts
 
+    def share(self, weight: Tensor) -> None:
+        """Use another module's weight instead of one of its own."""
+        del self.slots["weight"]
+        self.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
+
 
 class Linear(WeightedModule):
     """x W^T + b, filled from `name`.weight and `name`.bias."""

@@ -1,6 +1,7 @@
 """Loads a checkpoint: weights, heads, recipe, tokenizer and card."""
 
 import time
+from collections import Counter
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -13,16 +14,19 @@ from rose.models.card import EmbeddingCard, ModelCard
 from rose.models.config import Setting
 from rose.models.embedding import EmbeddingModel
 from rose.models.errors import CheckpointError
+from rose.models.generation import read_generation_card
+from rose.models.heads import EMBEDDING, CausalLM, head_tensor, share_stored_embedding
 from rose.models.modules import Pooler, build_modules
 from rose.models.plan import Plan, fingerprint, plan_checkpoint
 from rose.models.tensors import open_tensors
 from rose.models.tokenizer import read_tokenizer_card, read_tokenizer_json
-from rose.models.weights import fill, name_tensors, wanted_names
+from rose.models.weights import NamedTensors, fill, name_tensors, wanted_names
 
 if TYPE_CHECKING:
     from torch import nn
 
     from rose.models.backbone import Backbone
+    from rose.models.decoder import DecoderModel
     from rose.models.recipe import Recipe
 
 DTYPES = {
@@ -36,13 +40,15 @@ DTYPES = {
 class LoadedModel:
     """A checkpoint in memory.
 
-    `embedding` is None where the model is not loaded to embed. `dtype` is that of the weights and
+    `embedding` is None where the model is not loaded to embed, `lm` where it is not loaded to
+    generate; both share the backbone. `dtype` is that of the weights and
     of the hidden states. `settings` and `warnings` say what was read, from where, and what a user
     should know. `tokenizer_json` can be used as it is.
     """
 
     backbone: "Backbone"
     embedding: EmbeddingModel | None
+    lm: CausalLM | None
     card: ModelCard
     dtype: torch.dtype
     device: torch.device
@@ -59,6 +65,7 @@ def load(
     max_model_len: int | None = None,
     tasks: tuple[str, ...] | None = None,
     name: str | None = None,
+    bidirectional: bool | None = None,
 ) -> LoadedModel:
     """Load a model folder.
 
@@ -70,22 +77,29 @@ def load(
         max_model_len: overrides the checkpoint's limit, in tokens.
         tasks: what to serve; None is what the checkpoint is for.
         name: the name under which the model is served; None is the folder's.
+        bidirectional: overrides whether a decoder sees what comes after a token.
 
     Raises:
         CheckpointError: the checkpoint cannot be served; the message says why.
     """
-    plan = plan_checkpoint(path, max_model_len=max_model_len, tasks=tasks)
+    plan = plan_checkpoint(
+        path, max_model_len=max_model_len, tasks=tasks, bidirectional=bidirectional
+    )
     place = torch.device(device)
-    tensors = open_tensors(plan.core)
-    backbone = _build_backbone(plan)
-    named = name_tensors(tensors, wanted_names(backbone))
-    chosen = _choose_dtype(plan, dtype, place)
-    fill(backbone, named, chosen, place)
+    module = _build_backbone(plan)
+    named = name_tensors(open_tensors(plan.core), wanted_names(module))
+    if plan.tie_embeddings:
+        share_stored_embedding(named)
+    chosen = _choose_dtype(plan, dtype, place, named)
+    fill(module, named, chosen, place)
+    module.to(device=place)  # buffers: parameters are there already
+    backbone = cast("Backbone", module)
+    lm = _causal_lm(plan, backbone, named, chosen, place)
     named.check_used(plan.architecture.ignored)
-    model = cast("Backbone", backbone)
     return LoadedModel(
-        backbone=model,
-        embedding=_embedding(plan, plan.recipe, model, place) if plan.recipe else None,
+        backbone=backbone,
+        embedding=_embedding(plan, plan.recipe, backbone, place) if plan.recipe else None,
+        lm=lm,
         card=_card(plan, chosen, name),
         dtype=chosen,
         device=place,
@@ -103,14 +117,52 @@ def _build_backbone(plan: Plan) -> "nn.Module":
         raise CheckpointError(f"{plan.core.path / 'config.json'}: {error}") from error
 
 
-def _choose_dtype(plan: Plan, dtype: str, device: torch.device) -> torch.dtype:
-    if dtype != "auto":
-        if dtype not in DTYPES:
-            raise CheckpointError(f"dtype {dtype!r} is unknown. Known: auto, {', '.join(DTYPES)}.")
-        plan.settings.append(Setting("dtype", dtype, "option --dtype"))
-        return DTYPES[dtype]
-    plan.settings.append(Setting("dtype", "float32", f"default of the device {device.type}"))
-    return torch.float32
+def _choose_dtype(plan: Plan, dtype: str, device: torch.device, named: NamedTensors) -> torch.dtype:
+    if dtype == "auto":
+        chosen, source = _default_dtype(device, named)
+    elif dtype in DTYPES:
+        chosen, source = DTYPES[dtype], "option --dtype"
+    else:
+        raise CheckpointError(f"dtype {dtype!r} is unknown. Known: auto, {', '.join(DTYPES)}.")
+    plan.settings.append(Setting("dtype", _text(chosen), source))
+    return chosen
+
+
+def _default_dtype(device: torch.device, named: NamedTensors) -> tuple[torch.dtype, str]:
+    if device.type == "cpu":
+        return torch.float32, "default on a CPU"
+    stored = Counter(named.tensors.get(name).dtype for name in named.names.values())
+    most = stored.most_common(1)[0][0]
+    return (most, "the weights") if most in DTYPES.values() else (torch.float32, "default")
+
+
+def _causal_lm(
+    plan: Plan,
+    backbone: "Backbone",
+    named: NamedTensors,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> CausalLM | None:
+    """Make the LM head. Where it is missing but nobody asked for it, go on without."""
+    if "generate" not in plan.tasks:
+        return None
+    try:
+        source, warning = head_tensor(named, tied=plan.tie_embeddings)
+    except CheckpointError as error:
+        if plan.explicit_tasks or plan.tasks == ("generate",):
+            raise
+        plan.tasks = ("embed",)
+        plan.warnings.append(f"text generation is not served: {error}")
+        return None
+    if warning:
+        plan.warnings.append(warning)
+    plan.settings.append(Setting("LM head", source, "the weights"))
+    lm = CausalLM(backbone)
+    if source == EMBEDDING:
+        lm.lm_head.share(cast("DecoderModel", backbone).embedding.weight)
+    else:
+        fill(lm.lm_head, named, dtype, device)
+    return lm.eval()
 
 
 def _embedding(
@@ -123,13 +175,12 @@ def _embedding(
 
 
 def _card(plan: Plan, dtype: torch.dtype, name: str | None) -> ModelCard:
-    text = str(dtype).removeprefix("torch.")
-    options = {"dtype": text, "max_model_len": plan.max_model_len, "tasks": plan.tasks}
+    options = {"dtype": _text(dtype), "max_model_len": plan.max_model_len, "tasks": plan.tasks}
     return ModelCard(
         name=name or plan.folder.path.resolve().name,
         path=str(plan.folder.path),
         architecture=plan.architecture.name,
-        dtype=text,
+        dtype=_text(dtype),
         tasks=plan.tasks,
         vocab_size=plan.config.vocab_size,
         max_model_len=plan.max_model_len,
@@ -137,6 +188,7 @@ def _card(plan: Plan, dtype: torch.dtype, name: str | None) -> ModelCard:
         created=int(time.time()),
         tokenizer=read_tokenizer_card(plan.core, lowercase=plan.lowercase),
         embedding=_embedding_card(plan, plan.recipe) if plan.recipe else None,
+        generation=read_generation_card(plan.core) if "generate" in plan.tasks else None,
     )
 
 
@@ -150,3 +202,7 @@ def _embedding_card(plan: Plan, recipe: "Recipe") -> EmbeddingCard:
         default_prompt_name=recipe.default_prompt_name,
         pools_prompt=recipe.pooling.include_prompt,
     )
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

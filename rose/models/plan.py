@@ -46,7 +46,11 @@ class Plan:
 
 
 def plan_checkpoint(
-    path: str | Path, *, max_model_len: int | None = None, tasks: "tuple[str, ...] | None" = None
+    path: str | Path,
+    *,
+    max_model_len: int | None = None,
+    tasks: "tuple[str, ...] | None" = None,
+    bidirectional: bool | None = None,
 ) -> Plan:
     """Read everything of a checkpoint but its weights.
 
@@ -54,6 +58,7 @@ def plan_checkpoint(
         path: the model's folder.
         max_model_len: overrides the checkpoint's limit, in tokens.
         tasks: what to serve; None is what the checkpoint is for.
+        bidirectional: overrides whether a decoder sees what comes after a token.
 
     Raises:
         CheckpointError: the checkpoint cannot be served, or not for these tasks.
@@ -62,11 +67,14 @@ def plan_checkpoint(
     subfolder = transformer_path(folder)
     core = CheckpointFolder(folder.path / subfolder) if subfolder else folder
     reader = _config_reader(core)
+    if bidirectional is not None:
+        values = {"is_causal": not bidirectional, "use_bidirectional_attention": bidirectional}
+        reader.override(values, "option bidirectional")
     architecture = _architecture(reader)
     config = architecture.read_config(reader)
     chosen = _choose_tasks(folder, reader, architecture, config, tasks)
     recipe = read_recipe(folder, causal=config.causal) if "embed" in chosen else None
-    limit, limit_warnings = max_length(core, config, max_model_len, embeds="generate" not in chosen)
+    limit, limit_warnings = max_length(core, config, max_model_len, embeds="embed" in chosen)
     transformer, transformer_file = transformer_settings(core)
     lowercase = _lowercase(transformer, str(core.path / transformer_file))
     plan = Plan(

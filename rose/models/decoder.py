@@ -1,0 +1,146 @@
+"""The Llama family (Llama, Qwen2, Qwen3): pre-norm decoders, causal or bidirectional.
+
+Shape letters: T tokens of the batch, C channels, I intermediate size, H query heads, K key/value
+heads, D head size, R rotary channels.
+"""
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from rose.kernels.activation import gated
+from rose.kernels.attention.base import AttentionSpec
+from rose.kernels.rope import apply_rope
+from rose.models.layers import Embedding, Linear, PackedLinear, RMSNorm
+from rose.models.rotary import RotaryEmbedding
+
+if TYPE_CHECKING:
+    from rose.kernels.attention.base import AttentionBatch
+    from rose.models.batch import TokenBatch
+    from rose.models.decoder_config import DecoderConfig
+
+Rotation = tuple[Tensor, Tensor]  # cosines and sines, [T, R] each
+
+
+class DecoderModel(nn.Module):
+    """The layers without the LM head; its output is the final norm's."""
+
+    def __init__(self, config: "DecoderConfig") -> None:
+        """Declare all weights of `config`."""
+        super().__init__()
+        self.hidden_size = config.hidden_size
+        self.vocab_size = config.vocab_size
+        self.max_positions = config.max_positions
+        self.embedding = Embedding("embed_tokens", config.vocab_size, config.hidden_size)
+        ropes = {kind: RotaryEmbedding(rope) for kind, rope in config.ropes.items()}
+        self.ropes = nn.ModuleDict(ropes)
+        self.shares_rope = len(set(config.ropes.values())) == 1
+        layers = [DecoderLayer(config, index) for index in range(config.num_layers)]
+        self.layers = nn.ModuleList(layers)
+        self.layer_types = config.layer_types
+        self.norm = RMSNorm("norm", config.hidden_size, config.norm_eps)
+        self.attention_specs = [layer.attention.spec for layer in layers]
+
+    def forward(self, batch: "TokenBatch") -> Tensor:
+        """Return hidden states [T, C]."""
+        rotations = self._rotations(batch.positions)
+        x_TC = self.embedding(batch.input_ids)
+        residual_TC: Tensor | None = None
+        for kind, layer in zip(self.layer_types, self.layers, strict=True):
+            x_TC, residual_TC = layer(x_TC, residual_TC, rotations[kind], batch.attention)
+        return x_TC if residual_TC is None else self.norm.add(x_TC, residual_TC)[0]
+
+    def _rotations(self, positions_T: Tensor) -> dict[str, Rotation]:
+        """Compute the cosines and sines of each layer type, once where all types agree."""
+        if not self.shares_rope:
+            return {kind: rope(positions_T) for kind, rope in self.ropes.items()}
+        first = next(iter(self.ropes.values()))
+        return dict.fromkeys(self.ropes, first(positions_T))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm. The residual addition is part of the next norm."""
+
+    def __init__(self, config: "DecoderConfig", index: int) -> None:
+        """Declare the weights of layer `index`."""
+        super().__init__()
+        name, size = f"layers.{index}", config.hidden_size
+        self.attention_norm = RMSNorm(f"{name}.input_layernorm", size, config.norm_eps)
+        self.attention = DecoderAttention(config, index)
+        self.mlp_norm = RMSNorm(f"{name}.post_attention_layernorm", size, config.norm_eps)
+        self.mlp = GatedMLP(f"{name}.mlp", config)
+
+    def forward(
+        self,
+        x_TC: Tensor,
+        residual_TC: Tensor | None,
+        rotation: Rotation,
+        attention: "AttentionBatch",
+    ) -> tuple[Tensor, Tensor]:
+        """Return the MLP's output and the residual to add to it."""
+        if residual_TC is None:
+            normed_TC, residual_TC = self.attention_norm(x_TC), x_TC
+        else:
+            normed_TC, residual_TC = self.attention_norm.add(x_TC, residual_TC)
+        x_TC = self.attention(normed_TC, rotation, attention)
+        normed_TC, residual_TC = self.mlp_norm.add(x_TC, residual_TC)
+        return self.mlp(normed_TC), residual_TC
+
+
+class DecoderAttention(nn.Module):
+    """Grouped-query attention with rotary positions and, in Qwen3, normed queries and keys."""
+
+    def __init__(self, config: "DecoderConfig", index: int) -> None:
+        """Declare the projections of layer `index`."""
+        super().__init__()
+        name, size, dim = f"layers.{index}.self_attn", config.hidden_size, config.head_dim
+        self.spec = _attention_spec(config, index)
+        widths = [config.num_heads * dim, config.num_kv_heads * dim, config.num_kv_heads * dim]
+        packed = [f"{name}.{part}_proj" for part in "qkv"]
+        self.qkv = PackedLinear(packed, size, widths, bias=config.qkv_bias)
+        self.output = Linear(f"{name}.o_proj", widths[0], size, bias=config.output_bias)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if config.qk_norm:
+            self.q_norm = RMSNorm(f"{name}.q_norm", dim, config.norm_eps)
+            self.k_norm = RMSNorm(f"{name}.k_norm", dim, config.norm_eps)
+
+    def forward(self, x_TC: Tensor, rotation: Rotation, attention: "AttentionBatch") -> Tensor:
+        """Return [T, C]."""
+        dim = self.spec.head_dim
+        q_THD, k_TKD, v_TKD = (part.unflatten(1, (-1, dim)) for part in self.qkv.split(x_TC))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
+        q_THD, k_TKD = apply_rope(q_THD, k_TKD, *rotation)
+        out_THD = attention.attend(q_THD, k_TKD, v_TKD, self.spec)
+        return self.output(out_THD.flatten(1))
+
+
+def _attention_spec(config: "DecoderConfig", index: int) -> AttentionSpec:
+    windowed = config.layer_types[index] == "sliding_attention"
+    return AttentionSpec(
+        layer=index,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        scale=config.head_dim**-0.5,
+        causal=config.causal,
+        window=config.window if windowed else (None, None),
+    )
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x))."""
+
+    def __init__(self, name: str, config: "DecoderConfig") -> None:
+        """Declare the three projections, gate and up as one."""
+        super().__init__()
+        size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.activation = config.activation
+        packed = [f"{name}.gate_proj", f"{name}.up_proj"]
+        self.gate_up = PackedLinear(packed, size, [inner, inner], bias=bias)
+        self.down = Linear(f"{name}.down_proj", inner, size, bias=bias)
+
+    def forward(self, x_TC: Tensor) -> Tensor:
+        """Return [T, C]."""
+        return self.down(gated(self.gate_up(x_TC), self.activation))
