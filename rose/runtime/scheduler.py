@@ -285,7 +285,8 @@ class Scheduler:
             prompt_rows = range(max(start, sequence.prompt_rows), min(end, sequence.prompt_len - 1))
             sequence.prompt_rows = max(sequence.prompt_rows, prompt_rows.stop)
         index = sequence.num_outputs if samples else None
-        plan.rows.append(PlanRow(sequence, start, num_tokens, index, prompt_rows))
+        known = end <= len(sequence.token_ids)
+        plan.rows.append(PlanRow(sequence, start, num_tokens, index, prompt_rows, known))
         sequence.computed = end
         sequence.pending += samples
         sequence.in_flight += 1

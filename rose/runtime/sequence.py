@@ -41,7 +41,7 @@ class Sequence:
             one's.
         cached_tokens: prompt tokens found in the prefix cache when it was first admitted.
         prompt_rows: leading prompt positions whose log-probabilities need no more computing.
-        sampling: the sampler's state, opaque here.
+        sampling: the sampler's state; `grammar` is the matcher of its grammar. Opaque here.
     """
 
     request_id: Hashable
@@ -54,6 +54,7 @@ class Sequence:
     priority: Priority = "online"
     output_ids: list[int] = field(default_factory=list)
     sampling: Any = None
+    grammar: Any = None
     status: Status = Status.WAITING
     pages: list[int] = field(default_factory=list)
     slot: int | None = None
@@ -105,7 +106,8 @@ class PlanRow:
     """Tokens of one sequence in a step: `num_tokens` from position `start` on.
 
     `output_index` counts the output token that its last row samples; None samples none.
-    `prompt_rows` is the range of prompt positions whose log-probabilities are wanted.
+    `prompt_rows` is the range of prompt positions whose log-probabilities are wanted. `is_known`
+    is false for the token of a step in flight, of which the device alone knows the value.
     """
 
     sequence: Sequence
@@ -113,6 +115,7 @@ class PlanRow:
     num_tokens: int
     output_index: int | None
     prompt_rows: range
+    is_known: bool
 
     @property
     def end(self) -> int:

@@ -1,0 +1,324 @@
+"""The decode runtime: a step of new tokens through a causal LM with paged keys and values.
+
+A step is planned on the caller's thread, from the scheduler's plan alone, and run on the device's
+worker. Sampled tokens stay on the device: the next step, which was planned before their values were
+known, picks them up there, while a copy for the host travels in the `LazyTensor`.
+
+Shape letters: T tokens of the step, B sequences, S sampled rows, C channels, V vocabulary, N tokens
+that are carried over on the device, P pages of a sequence, R prompt positions.
+"""
+
+import math
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rose.kernels.attention.base import AttentionBackend, PagedLayout
+from rose.models.backbone import Backbone
+from rose.models.batch import TokenBatch
+from rose.runtime.errors import NonFiniteError, RequestError
+from rose.runtime.kv_pool import allocate_pages
+from rose.runtime.lazy import LazyTensor
+from rose.runtime.sampler import Sampler, token_logprobs
+from rose.runtime.sampling_plan import (
+    RowStatus,
+    SampledRow,
+    SamplingBatch,
+    SamplingState,
+    unpack,
+)
+from rose.runtime.sequence import PlanRow, Sequence, StepPlan
+from rose.runtime.worker import DeviceWorker
+
+LOGITS_BYTES = 64 << 20  # logits of prompt positions are computed in chunks of at most this size
+
+
+class CausalLM(Protocol):
+    """A backbone and the head that turns hidden states into logits."""
+
+    backbone: Backbone
+
+    def logits(self, hidden_SC: Tensor) -> Tensor:
+        """Return the logits [S, V] of hidden states."""
+        ...
+
+
+class TokenLogprob(NamedTuple):
+    """Log-probability of one token, and the most likely tokens at its place with theirs."""
+
+    token_id: int
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step brought, one entry per row of its plan.
+
+    `tokens` is what `Scheduler.complete` takes: a token, an error of that row alone, or None.
+    """
+
+    tokens: list[int | Exception | None]
+    logprobs: list[TokenLogprob | None]
+    prompt_logprobs: list[list[TokenLogprob]]
+
+
+class _PromptRows(NamedTuple):
+    """Prompt positions of one row whose log-probabilities are wanted."""
+
+    row: int
+    first: int  # index among the step's tokens
+    next_ids: list[int]
+    top_n: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Step:
+    """A step on the host, ready to run."""
+
+    num_rows: int
+    input_ids: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T]
+    layout: PagedLayout
+    carried: Tensor | None  # int64 [2, N]: index among the tokens, slot
+    sampled: Tensor | None  # int64 [2, S]: index among the tokens, slot
+    sampled_rows: list[int]
+    states: list[SamplingState]
+    sampling: SamplingBatch | None
+    prompts: list[_PromptRows]
+    scrub: list[int] = field(default_factory=list)
+
+
+class DecodeRuntime:
+    """Runs a causal LM step by step. Steps run in the order in which they are launched."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        backend: AttentionBackend,
+        worker: DeviceWorker,
+        *,
+        num_pages: int,
+        num_slots: int,
+        page_size: int = 16,
+        eos_ids: Iterable[int] = (),
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        """Allocate the page pool and the device's per-sequence state.
+
+        Args:
+            model: the language model, its weights on `device`.
+            backend: computes attention over pages.
+            worker: runs the steps.
+            num_pages: pages of the pool, the reserved page 0 included.
+            num_slots: rows of per-sequence state: `Scheduler.num_slots`.
+            page_size: tokens of a page.
+            eos_ids: the checkpoint's end tokens.
+            dtype: dtype of keys and values, that of the hidden states.
+            device: where it all happens.
+
+        Raises:
+            ValueError: the model is not causal, so that earlier tokens would depend on later ones.
+        """
+        if not all(spec.causal for spec in model.backbone.attention_specs):
+            raise ValueError("a bidirectional model cannot generate: its attention is not causal")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.vocab_size = model.backbone.vocab_size
+        self._model = model
+        self._backend = backend
+        self._worker = worker
+        self._device = torch.device(device)
+        self._eos_ids = frozenset(eos_ids)
+        self._sampler = Sampler(self.vocab_size, self._device)
+        self._pages = allocate_pages(
+            model.backbone.attention_specs, num_pages, page_size, dtype, self._device
+        )
+        self._last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=self._device)
+
+    def start(self, sequence: Sequence) -> None:
+        """Prepare a sequence for sampling, before its first step."""
+        sequence.sampling = SamplingState(
+            sequence.params,
+            vocab_size=self.vocab_size,
+            eos_ids=self._eos_ids,
+            prompt_ids=sequence.token_ids[: sequence.prompt_len],
+            output_ids=sequence.output_ids,
+        )
+
+    def release(self, sequence: Sequence) -> None:
+        """Forget a sequence that has ended; steps in flight may still hold it."""
+        self._sampler.release(sequence.sampling)
+
+    def step(self, plan: StepPlan) -> LazyTensor[StepResult]:
+        """Launch a step and return at once."""
+        step = self._prepare(plan)
+        return self._worker.submit(lambda: self._run(step))
+
+    def _prepare(self, plan: StepPlan) -> _Step:
+        """Turn a plan into the tensors of a step, all at once."""
+        rows = plan.rows
+        counts = np.array([row.num_tokens for row in rows], np.int64)
+        ends = np.cumsum(counts)
+        starts = np.array([row.start for row in rows], np.int64)
+        positions = np.arange(ends[-1]) + np.repeat(starts - ends + counts, counts)
+        block_table = _block_table(rows)
+        pages = block_table[np.repeat(np.arange(len(rows)), counts), positions // self.page_size]
+        slot_mapping = pages.astype(np.int64) * self.page_size + positions % self.page_size
+        layout = PagedLayout(
+            cu_seqlens_q=torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32)),
+            query_lens=tuple(counts.tolist()),
+            kv_lens=tuple((starts + counts).tolist()),
+            block_table=torch.from_numpy(block_table),
+            slot_mapping=torch.from_numpy(slot_mapping),
+        )
+        sampled = [(i, row) for i, row in enumerate(rows) if row.output_index is not None]
+        return _Step(
+            num_rows=len(rows),
+            input_ids=torch.from_numpy(_input_ids(rows)),
+            positions=torch.from_numpy(positions),
+            layout=layout,
+            carried=_places([(i, row) for i, row in enumerate(rows) if not row.is_known], ends),
+            sampled=_places(sampled, ends),
+            sampled_rows=[i for i, _ in sampled],
+            states=[row.sequence.sampling for _, row in sampled],
+            sampling=self._plan_sampling([row for _, row in sampled]),
+            prompts=_prompt_rows(rows, ends),
+            scrub=plan.scrub,
+        )
+
+    def _plan_sampling(self, rows: SequenceOf[PlanRow]) -> SamplingBatch | None:
+        if not rows:
+            return None
+        grammars = {i: row.sequence.grammar for i, row in enumerate(rows)}
+        return self._sampler.plan(
+            [row.sequence.sampling for row in rows],
+            [row.output_index for row in rows if row.output_index is not None],
+            {i: grammar.mask() for i, grammar in grammars.items() if grammar is not None},
+        )
+
+    def _run(self, step: _Step) -> StepResult:
+        self._scrub(step.scrub)
+        result = StepResult(
+            tokens=[None] * step.num_rows,
+            logprobs=[None] * step.num_rows,
+            prompt_logprobs=[[] for _ in range(step.num_rows)],
+        )
+        hidden_TC = self._forward(step)
+        for prompt in step.prompts:
+            self._add_prompt_logprobs(result, prompt, hidden_TC)
+        if step.sampled is not None and step.sampling is not None:
+            sampled_2S = self._put(step.sampled)
+            hidden_SC = hidden_TC
+            if sampled_2S.shape[1] < len(hidden_TC):
+                hidden_SC = hidden_TC.index_select(0, sampled_2S[0])
+            tokens = self._sampler.sample(self._model.logits(hidden_SC), step.sampling)
+            self._last_tokens.index_copy_(0, sampled_2S[1], tokens.token_ids)
+            sampled = unpack(tokens.packed.cpu().numpy(), step.states)
+            _add_tokens(result, step.sampled_rows, sampled)
+        return result
+
+    def _forward(self, step: _Step) -> Tensor:
+        """Compute the hidden states [T, C] of the step's tokens."""
+        input_ids = self._put(step.input_ids)
+        if step.carried is not None:
+            index_N, slots_N = self._put(step.carried)
+            input_ids.index_copy_(0, index_N, self._last_tokens.index_select(0, slots_N))
+        layout = PagedLayout(
+            self._put(step.layout.cu_seqlens_q),
+            step.layout.query_lens,
+            step.layout.kv_lens,
+            self._put(step.layout.block_table),
+            self._put(step.layout.slot_mapping),
+        )
+        attention = self._backend.plan_paged(layout, self._pages)
+        return self._model.backbone(TokenBatch(input_ids, self._put(step.positions), attention))
+
+    def _add_prompt_logprobs(
+        self, result: StepResult, prompt: _PromptRows, hidden_TC: Tensor
+    ) -> None:
+        """Compute log-probabilities of a prompt's tokens, in chunks of bounded size."""
+        size = max(1, LOGITS_BYTES // (4 * self.vocab_size))
+        entries: list[TokenLogprob] = []
+        for start in range(0, len(prompt.next_ids), size):
+            ids = prompt.next_ids[start : start + size]
+            first = prompt.first + start
+            logits_RV = self._model.logits(hidden_TC[first : first + len(ids)])
+            next_ids_R = self._put(torch.tensor(ids))
+            parts = token_logprobs(logits_RV, next_ids_R, prompt.top_n)
+            chosen, top_ids, top = (part.tolist() for part in parts)
+            entries += map(TokenLogprob, ids, (c[0] for c in chosen), top_ids, top)
+        if any(math.isnan(entry.logprob) for entry in entries):
+            result.tokens[prompt.row] = NonFiniteError("the logits of the prompt are not finite")
+        result.prompt_logprobs[prompt.row] = entries
+
+    def _scrub(self, pages: list[int]) -> None:
+        if pages:
+            index = self._put(torch.tensor(pages))
+            for tensor in (*self._pages.keys, *self._pages.values):
+                tensor.index_fill_(0, index, 0)
+
+    def _put(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, non_blocking=True)
+
+
+def _block_table(rows: list[PlanRow]) -> npt.NDArray[np.int32]:
+    """int32 [B, P]; unused entries are 0."""
+    table = np.zeros((len(rows), max(len(row.sequence.pages) for row in rows)), np.int32)
+    for index, row in enumerate(rows):
+        table[index, : len(row.sequence.pages)] = row.sequence.pages
+    return table
+
+
+def _input_ids(rows: list[PlanRow]) -> npt.NDArray[np.int64]:
+    """int64 [T]; 0 stands for a token that only the device knows."""
+    ids: list[int] = []
+    for row in rows:
+        ids += row.sequence.token_ids[row.start : row.end] if row.is_known else (0,)
+    return np.array(ids, np.int64)
+
+
+def _places(rows: list[tuple[int, PlanRow]], ends: npt.NDArray[np.int64]) -> Tensor | None:
+    """int64 [2, rows]: index of each row's last token in the step, and its sequence's slot."""
+    if not rows:
+        return None
+    slots = [row.sequence.slot for _, row in rows]
+    return torch.tensor([[int(ends[i]) - 1 for i, _ in rows], slots])
+
+
+def _prompt_rows(rows: list[PlanRow], ends: npt.NDArray[np.int64]) -> list[_PromptRows]:
+    prompts = []
+    for index, row in enumerate(rows):
+        wanted = row.prompt_rows
+        if wanted:
+            ids = row.sequence.token_ids[wanted.start + 1 : wanted.stop + 1]
+            first = int(ends[index]) - row.num_tokens + wanted.start - row.start
+            top_n = row.sequence.params.prompt_logprobs or 0
+            prompts.append(_PromptRows(index, first, ids, top_n))
+    return prompts
+
+
+def _add_tokens(result: StepResult, rows: list[int], sampled: list[SampledRow]) -> None:
+    for row, token in zip(rows, sampled, strict=True):
+        if result.tokens[row] is None:  # the prompt may have failed already
+            result.tokens[row] = _token_or_error(token)
+        if token.logprob is not None:
+            result.logprobs[row] = TokenLogprob(
+                token.token_id, token.logprob, token.top_ids, token.top_logprobs
+            )
+
+
+def _token_or_error(sampled: SampledRow) -> int | Exception:
+    if sampled.status == RowStatus.NON_FINITE:
+        return NonFiniteError("the model computed logits that are not finite")
+    if sampled.status == RowStatus.ALL_BANNED:
+        return RequestError("every token is banned, none is left to choose", "logit_bias")
+    return sampled.token_id
