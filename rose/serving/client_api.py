@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from rose.models.card import ModelCard
 from rose.runtime.options import EmbedOptions, Priority
-from rose.serving.protocol import FailureKind
+from rose.serving.protocol import FailureKind, Stats
 
 
 class EngineError(Exception):
@@ -61,6 +61,10 @@ class EngineClient(Protocol):
     @property
     def unready_reason(self) -> str | None:
         """Why it is not ready, for people; None when it is."""
+
+    @property
+    def stats(self) -> Stats:
+        """The engine's numbers as it last gave them."""
 
     async def embed(
         self,

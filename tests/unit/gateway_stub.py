@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 
 from rose.models.card import EmbeddingCard, ModelCard, TokenizerCard
 from rose.serving.client_api import EmbedAnswer
+from rose.serving.protocol import Stats
 
 WORDS = "a red kite over the hill word fine text query document : , . ! 1 2 3 [ ] un ##s ##ing ##ed"
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -68,7 +69,7 @@ class StubClient:
     def __init__(self, model=None, source=None):
         self.card = card() if model is None else model
         self.tokenizer_json = tokenizer_json() if source is None else source
-        self.ready, self.unready_reason = True, None
+        self.ready, self.unready_reason, self.stats = True, None, Stats(steps=7)
         self.calls, self.running, self.cancelled = [], 0, 0
         self.failure = None  # raised instead of an answer
         self.delay_s = 0.0

@@ -3,11 +3,15 @@
 import asyncio
 import re
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from rose.serving.gateway.errors import ApiError, bad_request
 
 _JSON_TYPE = re.compile(r"application/(?:[\w.+-]+\+)?json", re.IGNORECASE)
+
+
+# Smaller bodies are parsed at once: a thread would cost more than it saves.
+LARGE_BYTES = 256 << 10
 
 
 def check_content_type(request: Request) -> None:
@@ -37,7 +41,7 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
         ApiError: 413 if it is too large, 400 if it is not as announced or does not arrive.
         ClientDisconnect: The client left.
     """
-    announced = _announced_length(request)
+    announced = announced_length(request)
     if announced is not None and announced > max_bytes:
         raise _too_large(max_bytes)
     try:
@@ -62,7 +66,12 @@ async def _collect(request: Request, max_bytes: int) -> bytes:
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
-def _announced_length(request: Request) -> int | None:
+def announced_length(request: Request) -> int | None:
+    """Content-Length; None if the body comes in chunks.
+
+    Raises:
+        ApiError: 400, it is not a number.
+    """
     text = request.headers.get("content-length")
     if text is None:
         return None
@@ -73,6 +82,3 @@ def _announced_length(request: Request) -> int | None:
 
 def _too_large(max_bytes: int) -> ApiError:
     return ApiError(413, f"The body is larger than {max_bytes} bytes.", code="body_too_large")
-
-
-__all__ = ["ClientDisconnect", "check_content_type", "read_body"]

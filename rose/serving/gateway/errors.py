@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 import orjson
@@ -93,15 +94,37 @@ _PATH = re.compile(r"^(?P<what>.*) - at `(?P<key>key in )?\$\.?(?P<path>.*)`$", 
 _WORDS = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object"}
 
 
-def from_decoding(error: msgspec.DecodeError) -> ApiError:
-    """The HTTP form of a body that msgspec refuses: not JSON, or not of the right types."""
+def from_decoding(error: msgspec.DecodeError, struct: object = None) -> ApiError:
+    """The HTTP form of a body that msgspec refuses: not JSON, or not of the right types.
+
+    Args:
+        error: What msgspec says.
+        struct: The type that the body was to become.
+    """
     if not isinstance(error, msgspec.ValidationError):
-        return bad_request(f"The body is not valid JSON: {error}", code="invalid_json")
+        return bad_request(f"The body is not valid JSON: {error}.", code="invalid_json")
     found = _PATH.match(str(error))
     if found is None:
-        return bad_request(f"The body has the wrong form: {_plain(str(error))}")
-    path = found["path"]
-    return bad_request(f"'{path}': {_plain(found['what'])}", param=path or None)
+        return bad_request(f"The body has the wrong form: {_plain(str(error))}.")
+    path, what = found["path"], _plain(found["what"])
+    if what.startswith("invalid enum value") and (choices := _choices(struct, path)):
+        what += f"; possible: {', '.join(choices)}"
+    return bad_request(f"'{path}': {what}.", param=path or None)
+
+
+def _choices(struct: object, field: str) -> list[str]:
+    """The words that a field of a struct can have."""
+    if not (isinstance(struct, type) and field in getattr(struct, "__struct_fields__", ())):
+        return []
+    found: list[str] = []
+    types: list[Any] = [get_type_hints(struct)[field]]
+    while types:
+        kind = types.pop()
+        if get_origin(kind) is Literal:
+            found += get_args(kind)
+        else:
+            types += get_args(kind)
+    return [f"'{word}'" for word in found]
 
 
 def _plain(what: str) -> str:

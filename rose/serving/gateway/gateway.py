@@ -1,19 +1,14 @@
 """What all requests of a gateway share."""
 
-import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import ParamSpec, TypeVar
 
 from rose.serving.gateway.auth import Keys
 from rose.serving.gateway.errors import ApiError
 from rose.serving.gateway.metrics import Metrics
 from rose.serving.gateway.models import ModelTable
 from rose.serving.gateway.settings import GatewaySettings
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class Gateway:
@@ -24,18 +19,16 @@ class Gateway:
         self.settings = settings
         self.keys = Keys(settings.api_keys)
         self.metrics = Metrics(table)
-        self.pool = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="rose-text")
+        threads = settings.tokenizer_threads
+        self.pool = ThreadPoolExecutor(threads, thread_name_prefix="rose-text")
+        self.heavy_pool = ThreadPoolExecutor(-(-threads // 2), thread_name_prefix="rose-heavy")
         self.requests_in_flight = 0
         self.bytes_in_flight = 0
 
     def close(self) -> None:
         """Ends the threads, when their work is done."""
-        self.pool.shutdown(wait=False, cancel_futures=True)
-
-    async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs CPU work off the event loop."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.pool, lambda: work(*args, **kwargs))
+        for pool in (self.pool, self.heavy_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     @contextmanager
     def place(self) -> Iterator[None]:

@@ -31,7 +31,7 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     try:
         return decoder.decode(body)
     except msgspec.DecodeError as error:
-        raise from_decoding(error) from None
+        raise from_decoding(error, decoder.type) from None
     except RecursionError:  # cannot happen below MAX_DEPTH, unless the stack is deep already
         raise bad_request("The body is nested too deeply.", code="invalid_json") from None
 

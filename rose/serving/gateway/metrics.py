@@ -2,14 +2,23 @@
 
 from collections.abc import Iterable, Iterator
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from rose.serving.gateway.models import ModelTable
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_MODEL = ["model"]
+_ENGINE_NUMBERS: dict[str, tuple[type[GaugeMetricFamily] | type[CounterMetricFamily], str]] = {
+    "requests_running": (GaugeMetricFamily, "Requests being computed."),
+    "requests_queued": (GaugeMetricFamily, "Requests in the queue."),
+    "tokens_queued": (GaugeMetricFamily, "Tokens in the queue."),
+    "steps": (CounterMetricFamily, "Batches computed."),
+    "tokens": (CounterMetricFamily, "Tokens computed."),
+}
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
 
@@ -56,7 +65,7 @@ class Metrics:
         self.tokenize_seconds = self._seconds("tokenize", "Time a request was tokenised.")
         self.queue_seconds = self._seconds("queue", "Time a request waited at the engine.")
         self.compute_seconds = self._seconds("compute", "Time a request was computed.")
-        registry.register(_Readiness(table))
+        registry.register(_Engines(table))
 
     def exposition(self) -> bytes:
         """Everything in Prometheus' text format."""
@@ -68,19 +77,24 @@ class Metrics:
         )
 
 
-class _Readiness:
-    """Whether models are ready, asked when somebody looks."""
+class _Engines:
+    """What the engines last said of themselves, asked when somebody looks."""
 
     def __init__(self, table: ModelTable) -> None:
         self._table = table
 
     def collect(self) -> Iterator[Metric]:
-        family = GaugeMetricFamily(
-            "rose_model_ready", "1 if the model's engine takes work.", labels=["model"]
-        )
+        ready = GaugeMetricFamily("rose_model_ready", "1 if its engine takes work.", labels=_MODEL)
+        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {
+            name: kind(f"rose_engine_{name}", text, labels=_MODEL)
+            for name, (kind, text) in _ENGINE_NUMBERS.items()
+        }
         for model in self._table:
-            family.add_metric([model.name], float(model.client.ready))
-        yield family
+            ready.add_metric([model.name], float(model.client.ready))
+            stats = msgspec.structs.asdict(model.client.stats)
+            for name, family in families.items():
+                family.add_metric([model.name], float(stats[name]))
+        yield from (ready, *families.values())
 
     def describe(self) -> Iterable[Metric]:
         return ()

@@ -5,12 +5,12 @@ OpenAPI and /docs follow from the declaration.
 """
 
 import asyncio
-import contextlib
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -18,16 +18,17 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rose.serving.client_api import EngineError
-from rose.serving.gateway.body import check_content_type, read_body
+from rose.serving.gateway.body import LARGE_BYTES, announced_length, check_content_type, read_body
 from rose.serving.gateway.errors import ApiError, bad_request, from_engine
 from rose.serving.gateway.gateway import Gateway
 from rose.serving.gateway.json_guard import decode
 from rose.serving.gateway.schemas import Request as RequestBody
 
-# Smaller bodies are parsed at once: a thread would cost more than it saves.
-PARSE_IN_THREAD_BYTES = 256 << 10
+# What any route with a body can answer beside a success.
+BODY_ERRORS = (400, 404, 413, 415, 429, 500, 503, 504)
 
 BodyT = TypeVar("BodyT")
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -57,12 +58,20 @@ class Call(Generic[BodyT]):
         request: Path parameters and headers; the body has been read.
         body: The parsed body; None for a route without.
         exchange: Request id and start.
+        is_large: Whether the body is so large that work on it takes its time.
     """
 
     gateway: Gateway
     request: Request
     body: BodyT
     exchange: Exchange
+    is_large: bool = False
+
+    async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs CPU work off the event loop."""
+        pool = self.gateway.heavy_pool if self.is_large else self.gateway.pool
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(pool, partial(work, *args, **kwargs))
 
     def time_left_s(self) -> float | None:
         """Seconds until the request's deadline; None if it has none."""
@@ -117,7 +126,7 @@ class Endpoint:
         exchange.route = self.operation.path
         request = Request(scope, receive)
         if self.operation.body is None:
-            response = await self._handle(request, None, exchange)
+            response = await self._handle(Call(self.gateway, request, None, exchange))
         else:
             response = await self._with_body(request, exchange)
         await response(scope, receive, send)
@@ -125,26 +134,26 @@ class Endpoint:
     async def _with_body(self, request: Request, exchange: Exchange) -> Response:
         gateway, settings = self.gateway, self.gateway.settings
         check_content_type(request)
-        with gateway.place():
+        size = announced_length(request)
+        size = settings.max_body_bytes if size is None else size
+        with gateway.place(), gateway.memory(min(size, settings.max_body_bytes)):
             raw = await read_body(request, settings.max_body_bytes, settings.body_timeout_s)
-            with gateway.memory(len(raw)):
-                work = self._decode_and_handle(request, raw, exchange)
-                return await unless_disconnected(request.receive, work)
+            work = self._decode_and_handle(request, raw, exchange)
+            return await unless_disconnected(request.receive, work)
 
     async def _decode_and_handle(
         self, request: Request, raw: bytes, exchange: Exchange
     ) -> Response:
-        decoder = self.decoder
-        if len(raw) > PARSE_IN_THREAD_BYTES:
-            body = await self.gateway.in_thread(decode, raw, decoder)
+        call: Call[Any] = Call(self.gateway, request, None, exchange, len(raw) > LARGE_BYTES)
+        if call.is_large:
+            body = await call.in_thread(decode, raw, self.decoder)
         else:
-            body = decode(raw, decoder)
+            body = decode(raw, self.decoder)
         if isinstance(body, RequestBody) and body.request_id is not None:
             exchange.request_id = checked_request_id(body.request_id)
-        return await self._handle(request, body, exchange)
+        return await self._handle(replace(call, body=body))
 
-    async def _handle(self, request: Request, body: object, exchange: Exchange) -> Response:
-        call = Call(self.gateway, request, body, exchange)
+    async def _handle(self, call: Call[Any]) -> Response:
         limit = call.time_left_s() if self.operation.body else None
         try:
             async with asyncio.timeout(limit):
@@ -173,8 +182,7 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
         watch.cancel()
         if not task.done():
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, ApiError, EngineError):
-                await task
+            await asyncio.gather(task, return_exceptions=True)
 
 
 async def _disconnect(receive: Receive) -> None:

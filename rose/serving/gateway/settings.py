@@ -18,7 +18,9 @@ class GatewaySettings:
         max_concurrent_requests: Requests with a body that are served at one time.
         body_timeout_s: Time for a body to arrive.
         request_timeout_s: Time for an answer; None is for ever.
-        tokenizer_threads: Threads that parse, tokenise and encode.
+        tokenizer_threads: Threads that parse, tokenise and encode; large bodies have half as many
+            of their own, so that small ones do not wait for them.
+        max_tokenize_chars: Longest text that /tokenize takes.
         strict_dimensions: Whether `dimensions` is refused for a model that does not declare
             Matryoshka training (and, for one that does, every width that it does not list).
         truncate: Whether input that is too long is cut when the request does not say.
@@ -35,6 +37,7 @@ class GatewaySettings:
     body_timeout_s: float = 60.0
     request_timeout_s: float | None = 600.0
     tokenizer_threads: int = max(2, min(8, os.cpu_count() or 2))
+    max_tokenize_chars: int = 2 << 20
     strict_dimensions: bool = False
     truncate: bool = False
     log_requests: bool = False

@@ -23,6 +23,8 @@ Ids = npt.NDArray[np.int32]
 GROUP_CHARS = 1 << 20
 # A text longer than this is measured piece by piece before it is tokenised as a whole.
 PIECE_CHARS = 1 << 16
+# Tokens near a piece's end may differ from those of the whole text; so many are never relied on.
+MARGIN_TOKENS = 256
 
 
 class TokenizationError(ValueError):
@@ -68,6 +70,21 @@ class Tokenizer:
             found += [np.array(encoding.ids, np.int32) for encoding in encodings]
         return found
 
+    def encode_ends(self, text: str, limit: int, *, add_special_tokens: bool = True) -> Ids:
+        """Token ids of a text that is going to be cut to `limit`: right at both of its ends.
+
+        A text of many megabytes is tokenised in pieces, which takes a tenth of the memory. Its
+        first and its last piece alone hold more tokens than can be kept.
+        """
+        pieces = list(_pieces(text, max(PIECE_CHARS, 16 * limit)))
+        if len(text) > GROUP_CHARS and len(pieces) > 1:
+            rows = self.encode(pieces, add_special_tokens=False)
+            if min(len(rows[0]), len(rows[-1])) > limit + MARGIN_TOKENS:
+                if add_special_tokens:
+                    rows = [self.prefix, *rows, self.suffix]
+                return np.concatenate(rows)
+        return self.encode([text], add_special_tokens=add_special_tokens)[0]
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -85,9 +102,9 @@ class Tokenizer:
         if len(text) <= PIECE_CHARS:
             return False
         count = 0
-        for piece in _pieces(text):
+        for piece in _pieces(text, PIECE_CHARS):
             count += len(self._encode([piece], False)[0])
-            if count > 2 * limit + 256:
+            if count > 2 * limit + MARGIN_TOKENS:
                 return True
         return False
 
@@ -115,12 +132,12 @@ class Tokenizer:
         ends = np.array_equal(ids[len(ids) - tail :], self.suffix)
         return (head if starts else 0), (tail if ends else 0)
 
-    def _prompt_length(self, prompt: str) -> int:
+    def _prompt_length(self, prompt: str, add_special_tokens: bool = True) -> int:
         """Tokens of a prompt that pooling may leave out, as sentence-transformers counts them.
 
         That is: the prompt tokenised alone, less one if its last token is a special one.
         """
-        ids = self._encode([prompt], True)[0].ids
+        ids = self._encode([prompt], add_special_tokens)[0].ids
         return len(ids) - bool(ids and ids[-1] in self._special_ids)
 
     def _encode(self, texts: list[str], special: bool) -> list[tokenizers.Encoding]:
@@ -179,14 +196,14 @@ def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
         yield group
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """Pieces of at most `PIECE_CHARS`, cut before white space where there is any."""
+def _pieces(text: str, chars: int) -> Iterator[str]:
+    """Pieces of about equal length, at least `chars`, cut before white space where there is any."""
+    count = max(1, len(text) // chars)
     start = 0
-    while start < len(text):
-        piece = text[start : start + PIECE_CHARS]
-        if start + len(piece) < len(text):
-            space = max(piece.rfind(" "), piece.rfind("\n"))
-            if space > PIECE_CHARS // 2:
-                piece = piece[:space]
-        yield piece
-        start += len(piece)
+    for i in range(1, count):
+        end = len(text) * i // count
+        space = max(text.rfind(" ", start, end), text.rfind("\n", start, end))
+        end = space if space > (start + end) // 2 else end
+        yield text[start:end]
+        start = end
+    yield text[start:]

@@ -8,7 +8,7 @@ from rose.serving.client_api import EmbedAnswer
 from rose.serving.gateway.embedding_input import Prepared, check_supported, options_of, prepare
 from rose.serving.gateway.embedding_output import check_finite, encode_answer
 from rose.serving.gateway.models import ServedModel
-from rose.serving.gateway.operation import Call, Operation
+from rose.serving.gateway.operation import BODY_ERRORS, Call, Operation
 from rose.serving.gateway.schemas import EmbeddingAnswer, EmbeddingRequest
 
 # Fewer numbers than this are written out at once: a thread would cost more than it saves.
@@ -25,7 +25,7 @@ async def embeddings(call: Call[EmbeddingRequest]) -> Response:
     options = options_of(body, card.embedding, gateway.settings)
     tokenizer = await model.tokenizer(gateway.pool)
     started = time.perf_counter()
-    work = await gateway.in_thread(prepare, body, card, tokenizer, gateway.settings)
+    work = await call.in_thread(prepare, body, card, tokenizer, gateway.settings)
     gateway.metrics.tokenize_seconds.labels(model.name).observe(time.perf_counter() - started)
     answer = await model.client.embed(
         work.ids,
@@ -50,7 +50,7 @@ async def _respond(
     as_base64 = call.body.encoding_format not in (None, "float")
     arguments = (answer.vectors, as_base64, model.name, usage)
     if answer.vectors.size > ENCODE_IN_THREAD_NUMBERS:
-        content = await call.gateway.in_thread(encode_answer, *arguments)
+        content = await call.in_thread(encode_answer, *arguments)
     else:
         content = encode_answer(*arguments)
     return Response(content, media_type="application/json")
@@ -84,6 +84,6 @@ OPERATIONS = (
         body=EmbeddingRequest,
         answer=EmbeddingAnswer,
         example={"input": ["a red kite over the hill", "a bird of prey above the slope"]},
-        statuses=(400, 404, 413, 415, 429, 500, 503, 504),
+        statuses=BODY_ERRORS,
     ),
 )

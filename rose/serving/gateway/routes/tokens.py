@@ -2,8 +2,9 @@
 
 from starlette.responses import Response
 
+from rose.serving.gateway.embedding_input import check_ids
 from rose.serving.gateway.errors import bad_request
-from rose.serving.gateway.operation import Call, Operation
+from rose.serving.gateway.operation import BODY_ERRORS, Call, Operation
 from rose.serving.gateway.routes.models import json_response
 from rose.serving.gateway.schemas import (
     DetokenizeAnswer,
@@ -14,28 +15,38 @@ from rose.serving.gateway.schemas import (
 
 
 async def tokenize(call: Call[TokenizeRequest]) -> Response:
-    """Token ids of a text; however long it is, nothing is cut."""
+    """Token ids of a text; nothing is cut."""
     body = call.body
-    if body.prompt is not None and body.text is not None:
-        raise bad_request("Give 'prompt' or 'text', not both.", "text")
-    text = body.prompt if body.prompt is not None else body.text
-    if text is None:
-        raise bad_request("'prompt' is missing.", "prompt")
+    text = _text_of(body, call.gateway.settings.max_tokenize_chars)
     model = call.gateway.table.choose(body.model)
     tokenizer = await model.tokenizer(call.gateway.pool)
     special = body.add_special_tokens is not False
 
-    def work() -> TokenizeAnswer:
+    def work() -> Response:
         tokens = tokenizer.encode([text], add_special_tokens=special)[0].tolist()
         strings = tokenizer.token_strings(tokens) if body.return_token_strs else None
-        return TokenizeAnswer(
+        answer = TokenizeAnswer(
             tokens=tokens,
             count=len(tokens),
             max_model_len=model.card.max_model_len,
             token_strs=strings,
         )
+        return json_response(answer)
 
-    return json_response(await call.gateway.in_thread(work))
+    return await call.in_thread(work)
+
+
+def _text_of(body: TokenizeRequest, max_chars: int) -> str:
+    if body.prompt is not None and body.text is not None:
+        raise bad_request("Give 'prompt' or 'text', not both.", "text")
+    text = body.prompt if body.prompt is not None else body.text
+    if text is None:
+        raise bad_request("'prompt' is missing.", "prompt")
+    if len(text) > max_chars:
+        name = "prompt" if body.prompt is not None else "text"
+        message = f"'{name}' has {len(text)} characters; at most {max_chars} are tokenised."
+        raise bad_request(message, name)
+    return text
 
 
 async def detokenize(call: Call[DetokenizeRequest]) -> Response:
@@ -45,13 +56,11 @@ async def detokenize(call: Call[DetokenizeRequest]) -> Response:
         raise bad_request("'tokens' is missing.", "tokens")
     model = call.gateway.table.choose(body.model)
     size = model.card.vocab_size
-    for i, token in enumerate(body.tokens):
-        if not 0 <= token < size:
-            message = f"Token id {str(token)[:24]} is not in the vocabulary (0 to {size - 1})."
-            raise bad_request(message, f"tokens[{i}]")
+    if body.tokens:
+        check_ids("tokens", body.tokens, size)
     tokenizer = await model.tokenizer(call.gateway.pool)
     skip = bool(body.skip_special_tokens)
-    text = await call.gateway.in_thread(tokenizer.decode, body.tokens, skip_special_tokens=skip)
+    text = await call.in_thread(tokenizer.decode, body.tokens, skip_special_tokens=skip)
     return json_response(DetokenizeAnswer(prompt=text, text=text))
 
 
@@ -65,7 +74,7 @@ OPERATIONS = (
         body=TokenizeRequest,
         answer=TokenizeAnswer,
         example={"prompt": "a red kite over the hill"},
-        statuses=(400, 404, 413, 415, 429, 500, 503, 504),
+        statuses=BODY_ERRORS,
     ),
     Operation(
         method="POST",
@@ -76,6 +85,6 @@ OPERATIONS = (
         body=DetokenizeRequest,
         answer=DetokenizeAnswer,
         example={"tokens": [101, 2417, 20497, 102]},
-        statuses=(400, 404, 413, 415, 429, 500, 503, 504),
+        statuses=BODY_ERRORS,
     ),
 )

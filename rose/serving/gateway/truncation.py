@@ -1,0 +1,88 @@
+"""How long a text may be, and what happens to one that is longer."""
+
+from dataclasses import dataclass
+
+from rose.models.card import ModelCard
+from rose.serving.gateway.errors import ApiError, bad_request
+from rose.serving.gateway.schemas import EmbeddingRequest
+from rose.serving.gateway.settings import GatewaySettings
+from rose.serving.gateway.tokenization import Ids, Side, Tokenizer
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The rule of one request.
+
+    Attributes:
+        tokens: Most tokens of a text, special tokens and prompt included.
+        cut: Whether longer texts are cut; else they are refused.
+        side: Where they are cut.
+        field: The request field that says so.
+    """
+
+    tokens: int
+    cut: bool
+    side: Side
+    field: str
+
+    def check_room(self, fixed: int) -> None:
+        """Refuses a limit that cuts the text away whole: `fixed` tokens are not of the text.
+
+        Raises:
+            ApiError: 400.
+        """
+        if self.cut and self.tokens <= fixed:
+            message = (
+                f"Texts cannot be cut to {self.tokens} tokens: "
+                f"special tokens and prompt take {fixed}."
+            )
+            raise bad_request(message, self.field)
+
+    def check_length(self, place: str, text: str, tokenizer: Tokenizer) -> None:
+        """Refuses, without tokenising it all, a long text that is certainly too long.
+
+        Raises:
+            ApiError: 400, naming `place`.
+        """
+        if not self.cut and tokenizer.certainly_longer(text, self.tokens):
+            raise self._too_long(place, f"more than {2 * self.tokens}")
+
+    def fit(self, place: str, ids: Ids, tokenizer: Tokenizer, keep: int = 0) -> Ids:
+        """The ids of a text, cut if need be; see `Tokenizer.cut` for `keep`.
+
+        Raises:
+            ApiError: 400, naming `place`.
+        """
+        if len(ids) <= self.tokens:
+            return ids
+        if not self.cut:
+            raise self._too_long(place, str(len(ids)))
+        return tokenizer.cut(ids, self.tokens, self.side, keep)
+
+    def _too_long(self, place: str, found: str) -> ApiError:
+        message = (
+            f"'{place}' has {found} tokens; the limit is {self.tokens}. "
+            "Shorten it, or send 'truncate': true."
+        )
+        return bad_request(message, place, "context_length_exceeded")
+
+
+def limit_of(body: EmbeddingRequest, card: ModelCard, settings: GatewaySettings) -> Limit:
+    """The rule that a request asks for.
+
+    Raises:
+        ApiError: 400, fields contradict each other or are out of range.
+    """
+    side: Side = body.truncation_side or ("left" if body.truncate == "START" else "right")
+    refuses = body.truncate in (False, "NONE")
+    wanted = body.truncate_prompt_tokens
+    if wanted is None:
+        cut = settings.truncate if body.truncate is None else not refuses
+        return Limit(card.max_model_len, cut, side, "truncate")
+    field = "truncate_prompt_tokens"
+    if refuses:
+        raise bad_request(f"'{field}' contradicts 'truncate'.", field)
+    if wanted == 0 or wanted > card.max_model_len:
+        message = f"'{field}' is {wanted}; possible: 1 to {card.max_model_len}, or -1."
+        raise bad_request(message, field)
+    return Limit(card.max_model_len if wanted == -1 else wanted, True, side, field)
