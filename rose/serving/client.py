@@ -36,7 +36,7 @@ from rose.serving.protocol import (
     Stats,
     Welcome,
 )
-from rose.serving.transport import connect_dealer
+from rose.serving.transport import check_address, make_dealer
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +59,12 @@ class EngineClient:
     """Talks to the engine at one address."""
 
     def __init__(self, context: "zmq.asyncio.Context", address: str) -> None:
-        """Make a client; `start` connects it."""
-        self.address = address
+        """Make a client; `start` connects it.
+
+        Raises:
+            AddressError: the address cannot be used.
+        """
+        self.address = check_address(address)
         self.stats = Stats()
         self._card: ModelCard | None = None
         self._tokenizer_json = b""
@@ -70,7 +74,7 @@ class EngineClient:
         self._request_ids = itertools.count(1)
         self._last_heard = time.monotonic()
         self._connected = False
-        self._socket = connect_dealer(context, address)
+        self._socket = make_dealer(context)
         self._tasks: list[asyncio.Task[None]] = []
 
     # State
@@ -96,9 +100,12 @@ class EngineClient:
         return self._tokenizer_json
 
     def start(self) -> None:
-        """Connect, in the running event loop."""
-        loops = (self._receive_loop, self._heartbeat_loop, self._monitor_loop)
-        self._tasks = [asyncio.create_task(loop()) for loop in loops]
+        """Connect, in the running event loop. The monitor comes first, or it could miss that."""
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        monitor = self._socket.get_monitor_socket(events)
+        loops = (self._receive_loop(), self._heartbeat_loop(), self._monitor_loop(monitor))
+        self._tasks = [asyncio.create_task(loop) for loop in loops]
+        self._socket.connect(self.address)
 
     async def wait_ready(self) -> None:
         """Wait for the first handshake."""
@@ -248,9 +255,7 @@ class EngineClient:
             if self._connected:
                 self._send(Ping(sequence))
 
-    async def _monitor_loop(self) -> None:
-        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        monitor = self._socket.get_monitor_socket(events)
+    async def _monitor_loop(self, monitor: zmq.asyncio.Socket) -> None:
         while True:
             event = await recv_monitor_message(monitor)
             self._connected = event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED

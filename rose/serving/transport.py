@@ -61,8 +61,8 @@ def bind_router(context: "zmq.asyncio.Context", address: str) -> "zmq.asyncio.So
     return socket
 
 
-def connect_dealer(context: "zmq.asyncio.Context", address: str) -> "zmq.asyncio.Socket":
-    """Connect a client's socket to an engine; ZeroMQ connects again by itself when that dies.
+def make_dealer(context: "zmq.asyncio.Context") -> "zmq.asyncio.Socket":
+    """Make a client's socket; once connected, ZeroMQ connects again by itself when a peer dies.
 
     A message is only queued for a connection that stands, never for one that may come.
     """
@@ -71,7 +71,6 @@ def connect_dealer(context: "zmq.asyncio.Context", address: str) -> "zmq.asyncio
     socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-    socket.connect(check_address(address))
     return socket
 
 
