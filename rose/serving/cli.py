@@ -1,6 +1,7 @@
 """The command line. Each command imports what it needs when it runs: `--help` is instant."""
 
 import logging
+import socket
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -8,6 +9,7 @@ from typing import Annotated
 import typer
 
 from rose._version import __version__
+from rose.serving.process import listen
 from rose.serving.supervisor import ChildFailedError, Supervisor, parse_models
 
 app = typer.Typer(
@@ -134,6 +136,9 @@ def gateway(
     ],
     host: Host = "127.0.0.1",
     port: Port = 8000,
+    listen_fd: Annotated[
+        int | None, typer.Option(help="A listening socket of the parent process.", hidden=True)
+    ] = None,
     api_key: ApiKeys = None,
     log_level: LogLevel = "info",
 ) -> None:
@@ -145,7 +150,8 @@ def gateway(
     die_with_parent()
     set_up_logging(log_level, "gateway")
     settings = GatewaySettings(api_keys=tuple(api_key or ()))
-    run_gateway(engines, settings, host=host, port=port)
+    listener = listen(host, port) if listen_fd is None else socket.socket(fileno=listen_fd)
+    run_gateway(engines, settings, listener)
 
 
 def _as_options(**values: object) -> list[str]:

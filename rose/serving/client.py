@@ -74,6 +74,7 @@ class EngineClient:
         self._request_ids = itertools.count(1)
         self._last_heard = time.monotonic()
         self._connected = False
+        self._closing = False
         self._socket = make_dealer(context)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -113,6 +114,7 @@ class EngineClient:
 
     async def close(self) -> None:
         """Fail what is under way and disconnect."""
+        self._closing = True
         self._lose("the gateway is shutting down")
         for task in self._tasks:
             task.cancel()
@@ -241,7 +243,7 @@ class EngineClient:
 
     def _lose(self, reason: str) -> None:
         """Mark the engine as unusable and fail what waits for it."""
-        if self._unready_reason is None:
+        if self._unready_reason is None and not self._closing:
             log.warning("engine at %s: %s", self.address, reason)
         self._unready_reason = reason
         for request_id in list(self._pending):

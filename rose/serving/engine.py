@@ -42,6 +42,7 @@ from rose.serving.transport import bind_router, check_address
 log = logging.getLogger(__name__)
 
 CLIENT_TIMEOUT_S = 15.0
+LAST_WORDS_MS = 200  # time for the last answers to leave the socket
 
 
 @dataclass(slots=True)
@@ -232,7 +233,7 @@ async def _serve(served: ServedModel, address: str) -> None:
             log.info("ready at %s", address)
             await EngineServer(socket, served).run(stop)
     finally:
-        context.destroy(linger=1000)
+        context.destroy(linger=LAST_WORDS_MS)
     log.info("stopped")
 
 

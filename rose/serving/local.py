@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -113,7 +113,7 @@ class Engine:
         runtime, facts = self._embedding()
         options = _check_options(facts, dimensions, normalize, output_dtype)
         prefix = _choose_prompt(facts, prompt_name, prompt)
-        items = [texts] if _is_one(texts) else list(texts)
+        items = _as_list(texts)
         if not items:
             width = finish(np.zeros((1, facts.dimensions), np.float32), options, facts.normalize)
             return width[:0]
@@ -194,9 +194,11 @@ class Engine:
         return rows
 
 
-def _is_one(texts: Text | Sequence[Text]) -> bool:
-    """Say whether this is a single text or a single list of token ids."""
-    return isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], int | np.integer))
+def _as_list(texts: Text | Sequence[Text]) -> list[Text]:
+    """Return a list also for a single text or a single list of token ids."""
+    if isinstance(texts, str) or (len(texts) and isinstance(texts[0], int | np.integer)):
+        return [cast("Text", texts)]
+    return list(cast("Sequence[Text]", texts))
 
 
 def _check_finite(rows: npt.NDArray[np.float32]) -> None:
@@ -206,7 +208,7 @@ def _check_finite(rows: npt.NDArray[np.float32]) -> None:
 
 
 def _check_options(
-    facts: EmbeddingCard, dimensions: int | None, normalize: bool | None, output_dtype: str
+    facts: EmbeddingCard, dimensions: int | None, normalize: bool | None, output_dtype: OutputDtype
 ) -> EmbedOptions:
     if output_dtype not in OUTPUT_DTYPES:
         known = ", ".join(OUTPUT_DTYPES)

@@ -5,10 +5,12 @@ import ctypes
 import logging
 import os
 import signal
+import socket
 import sys
 
 PARENT_VARIABLE = "ROSE_PARENT_PID"
 PR_SET_PDEATHSIG = 1
+BACKLOG = 2048
 
 
 def set_up_logging(level: str, process: str) -> None:
@@ -38,3 +40,22 @@ def stop_event() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     return stop
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Bind a TCP socket for HTTP; connections queue from now on.
+
+    Raises:
+        OSError: the port is taken or the interface does not exist.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    listener.listen(BACKLOG)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener

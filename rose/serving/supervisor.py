@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from rose.serving.process import PARENT_VARIABLE
+from rose.serving.process import PARENT_VARIABLE, listen
 
 log = logging.getLogger(__name__)
 
@@ -87,13 +88,14 @@ class Supervisor:
         """Run until a signal asks to stop (returns 0) or a child fails (raises).
 
         Raises:
+            OSError: the port is taken; nothing has been started then.
             ChildFailedError: a child ended by itself; the others have been stopped.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _request_stop)
-        with _socket_folder() as folder:
+        with listen(self._host, self._port) as listener, _socket_folder() as folder:
             try:
-                self._start(folder)
+                self._start(folder, listener)
                 self._wait_ready()
                 self._announce()
                 while True:
@@ -105,22 +107,24 @@ class Supervisor:
             finally:
                 self._stop()
 
-    def _start(self, folder: Path) -> None:
+    def _start(self, folder: Path, listener: socket.socket) -> None:
         addresses = []
         for index, model in enumerate(self._models):
             address = f"ipc://{folder}/{index}.sock"
             addresses += ["--engine", f"{model.name}={address}"]
             command = ["engine", model.path, "--name", model.name, "--bind", address]
             self._spawn(f"engine {model.name}", [*command, *self._engine_options])
-        command = ["gateway", "--host", self._host, "--port", str(self._port), *addresses]
-        self._spawn("gateway", [*command, *self._gateway_options])
+        fd = listener.fileno()
+        command = ["gateway", "--listen-fd", str(fd), *addresses, *self._gateway_options]
+        self._spawn("gateway", command, inherit=[fd])
 
-    def _spawn(self, name: str, arguments: Sequence[str]) -> None:
+    def _spawn(self, name: str, arguments: Sequence[str], inherit: Sequence[int] = ()) -> None:
         """Start a child in a session of its own, so that Ctrl-C reaches this process alone."""
         self._children[name] = subprocess.Popen(
             [sys.executable, "-m", "rose", *arguments],
             env={**os.environ, **self._secrets, PARENT_VARIABLE: str(os.getpid())},
             stdin=subprocess.DEVNULL,
+            pass_fds=inherit,
             start_new_session=True,
         )
 

@@ -21,21 +21,18 @@ log = logging.getLogger(__name__)
 DRAIN_LIMIT_S = 20
 
 
-def run_gateway(engines: Sequence[str], settings: GatewaySettings, *, host: str, port: int) -> None:
+def run_gateway(engines: Sequence[str], settings: GatewaySettings, listener: socket.socket) -> None:
     """Serve until a signal asks to stop, then finish running requests and return.
 
     Args:
         engines: addresses, or NAME=ADDRESS; without a name it is the one that the engine gives,
             and the gateway waits for that engine before it listens.
         settings: of the gateway.
-        host: interface to listen on.
-        port: port to listen on.
+        listener: a bound socket, see `rose.serving.process.listen`.
 
     Raises:
-        OSError: the port is taken or the interface does not exist.
         ValueError: an address cannot be used, or two engines have one name.
     """
-    listener = _listen(host, port)
     uvloop.run(_serve(engines, settings, listener))
 
 
@@ -97,16 +94,3 @@ class _Server(uvicorn.Server):
 
     def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
         return contextlib.nullcontext()
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from None
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listener
