@@ -1,6 +1,7 @@
 """`rose.Engine`: a model in this process, without a server."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -28,6 +29,24 @@ MAX_TEXTS_PER_BATCH = 1024
 STEPS_IN_FLIGHT = 2
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedTexts:
+    """Texts as token ids, ready to run.
+
+    `ids` are int32 [tokens] for each text, of which the first `pool_from` are not pooled. `cut` are
+    the indices of the texts that were truncated.
+    """
+
+    ids: list[Ids]
+    pool_from: int
+    cut: list[int]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all texts."""
+        return sum(len(text) for text in self.ids)
+
+
 class Engine:
     """A loaded model. Use it as a context manager, or call `close`.
 
@@ -44,6 +63,7 @@ class Engine:
         max_model_len: int | None = None,
         max_batch_tokens: int | None = None,
         deterministic: bool = False,
+        tasks: Sequence[str] = (),
     ) -> None:
         """Load a model folder.
 
@@ -55,6 +75,7 @@ class Engine:
             max_model_len: longest input in tokens; None is what the checkpoint says.
             max_batch_tokens: tokens of a batch; None measures what is best, in about a second.
             deterministic: run each text alone, so that its vector is bit-equal in any company.
+            tasks: what to load it for, such as "embed"; nothing is what the checkpoint is for.
 
         Raises:
             CheckpointError: the folder cannot be served; the message says why.
@@ -68,6 +89,7 @@ class Engine:
             max_model_len=max_model_len,
             max_batch_tokens=max_batch_tokens,
             deterministic=deterministic,
+            tasks=tuple(tasks),
         )
         self._served = build(options)
         loaded = self._served.loaded
@@ -110,16 +132,56 @@ class Engine:
             RequestError: an argument does not fit; `field` names it.
             NonFiniteError: the model computed NaN or infinity.
         """
+        return self.embed_encoded(
+            self.encode(texts, prompt_name=prompt_name, prompt=prompt, truncate=truncate),
+            dimensions=dimensions,
+            normalize=normalize,
+            output_dtype=output_dtype,
+            progress=progress,
+        )
+
+    def encode(
+        self,
+        texts: Text | Sequence[Text],
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        truncate: bool = False,
+    ) -> EncodedTexts:
+        """Do the first half of `embed`, on the CPU; arguments and errors are those of `embed`.
+
+        One thread may encode while another is in `embed_encoded`.
+        """
+        _, facts = self._embedding()
+        prefix = _choose_prompt(facts, prompt_name, prompt)
+        ids = self._encode(_as_list(texts), prefix)
+        skip = 0 if facts.pools_prompt or not prefix else self._tokenizer.prompt_length(prefix)
+        limit = self.card.max_model_len
+        cut = [i for i, text in enumerate(ids) if len(text) > limit]
+        if cut and not truncate:
+            message = f"input[{cut[0]}] has {len(ids[cut[0]])} tokens, the limit is {limit}"
+            raise RequestError(f"{message}; truncate=True cuts it", f"input[{cut[0]}]")
+        return EncodedTexts([self._tokenizer.cut(i, limit, "right") for i in ids], skip, cut)
+
+    def embed_encoded(
+        self,
+        encoded: EncodedTexts,
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        output_dtype: OutputDtype = "float32",
+        progress: Progress | None = None,
+    ) -> npt.NDArray[Any]:
+        """Do the second half of `embed`: arguments, result and errors are those of `embed`.
+
+        Texts run longest first.
+        """
         runtime, facts = self._embedding()
         options = _check_options(facts, dimensions, normalize, output_dtype)
-        prefix = _choose_prompt(facts, prompt_name, prompt)
-        items = _as_list(texts)
-        if not items:
+        if not encoded.ids:
             width = finish(np.zeros((1, facts.dimensions), np.float32), options, facts.normalize)
             return width[:0]
-        ids = self._encode(items, prefix, truncate)
-        skip = 0 if facts.pools_prompt or not prefix else self._tokenizer.prompt_length(prefix)
-        rows = self._run(runtime, ids, skip, progress)
+        rows = self._run(runtime, encoded.ids, encoded.pool_from, progress)
         return finish(rows, options, facts.normalize)
 
     def close(self) -> None:
@@ -142,21 +204,14 @@ class Engine:
             raise RequestError(f"model {self.card.name!r} cannot embed", "model")
         return self._served.embedding, self.card.embedding
 
-    def _encode(self, items: Sequence[Text], prefix: str, truncate: bool) -> list[Ids]:
-        """Return the ids of each item, checked and cut to the model's length."""
+    def _encode(self, items: Sequence[Text], prefix: str) -> list[Ids]:
+        """Return the ids of each item, checked but for their number."""
         strings = [i for i, item in enumerate(items) if isinstance(item, str)]
         encoded = self._tokenizer.encode([f"{prefix}{items[i]}" for i in strings])
         found = dict(zip(strings, encoded, strict=True))
-        limit = self.card.max_model_len
-        out = []
-        for i, item in enumerate(items):
-            ids = found[i] if i in found else self._check_ids(i, item)
-            if not len(ids):
-                raise RequestError(f"input[{i}] has no tokens", f"input[{i}]")
-            if len(ids) > limit and not truncate:
-                message = f"input[{i}] has {len(ids)} tokens, the limit is {limit}"
-                raise RequestError(f"{message}; truncate=True cuts it", f"input[{i}]")
-            out.append(self._tokenizer.cut(ids, limit, "right"))
+        out = [found[i] if i in found else self._check_ids(i, item) for i, item in enumerate(items)]
+        if empty := [i for i, ids in enumerate(out) if not len(ids)]:
+            raise RequestError(f"input[{empty[0]}] has no tokens", f"input[{empty[0]}]")
         return out
 
     def _check_ids(self, index: int, item: Text) -> Ids:
@@ -204,7 +259,8 @@ def _as_list(texts: Text | Sequence[Text]) -> list[Text]:
 def _check_finite(rows: npt.NDArray[np.float32]) -> None:
     bad = np.flatnonzero(~np.isfinite(rows).all(axis=1))
     if len(bad):
-        raise NonFiniteError(f"the model computed NaN or infinity for input[{bad[0]}]")
+        field = f"input[{bad[0]}]"
+        raise NonFiniteError(f"the model computed NaN or infinity for {field}", field)
 
 
 def _check_options(
