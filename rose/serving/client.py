@@ -9,7 +9,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -20,7 +20,7 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from rose.models.card import ModelCard
-from rose.runtime.options import EmbedOptions, OutputDtype, Priority
+from rose.runtime.options import EmbedOptions, OutputDtype, Priority, SamplingParams
 from rose.serving import protocol
 from rose.serving.client_api import EmbedAnswer, EngineError
 from rose.serving.protocol import (
@@ -29,11 +29,14 @@ from rose.serving.protocol import (
     EmbedRequest,
     EmbedResult,
     Failure,
+    GenerateRequest,
     Hello,
     Ping,
     Pong,
     Refused,
     Stats,
+    Tokens,
+    TokensDelta,
     Welcome,
 )
 from rose.serving.transport import check_address, make_dealer
@@ -71,6 +74,7 @@ class EngineClient:
         self._unready_reason: str | None = "connecting to the engine"
         self._became_ready = asyncio.Event()
         self._pending: dict[int, asyncio.Future[Answer]] = {}
+        self._streams: dict[int, asyncio.Queue[TokensDelta | EngineError]] = {}
         self._request_ids = itertools.count(1)
         self._last_heard = time.monotonic()
         self._connected = False
@@ -162,16 +166,56 @@ class EngineClient:
             computed_s=result.computed_s,
         )
 
-    async def _ask(self, request: EmbedRequest, frames: Sequence[Any]) -> Answer:
+    async def generate(
+        self,
+        ids: npt.NDArray[np.int32],
+        sampling: SamplingParams,
+        *,
+        priority: Priority = "online",
+        trace: str = "",
+    ) -> AsyncGenerator[TokensDelta, None]:
+        """Continue a prompt given as token ids, int32 [tokens].
+
+        Yields what each step brings. Closing the generator, or cancelling the task that iterates,
+        cancels the request at the engine.
+
+        Raises:
+            EngineError: the engine refused, failed, or was lost.
+        """
+        request = GenerateRequest(
+            request_id=next(self._request_ids), sampling=sampling, priority=priority, trace=trace
+        )
+        deltas: asyncio.Queue[TokensDelta | EngineError] = asyncio.Queue()
+        self._check_ready()
+        self._streams[request.request_id] = deltas
+        finished = False
+        try:
+            self._send(request, [ids.astype(np.int32).data])
+            while not finished:
+                delta = await deltas.get()
+                finished = isinstance(delta, EngineError) or delta.finish is not None
+                if isinstance(delta, EngineError):
+                    raise delta
+                yield delta
+        finally:
+            del self._streams[request.request_id]
+            if not finished and self.ready:
+                self._send(Cancel(request.request_id))
+
+    def _check_ready(self) -> None:
         if self._unready_reason is not None:
             raise EngineError("unavailable", f"the engine is not ready: {self._unready_reason}")
+
+    async def _ask(self, request: EmbedRequest, frames: Sequence[Any]) -> Answer:
+        self._check_ready()
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._pending[request.request_id] = future
         try:
             self._send(request, frames)
             return await future
         except asyncio.CancelledError:
-            self._send(Cancel(request.request_id))
+            if self.ready:
+                self._send(Cancel(request.request_id))
             raise
         finally:
             self._pending.pop(request.request_id, None)
@@ -202,9 +246,13 @@ class EngineClient:
     def _handle(self, message: protocol.EngineMessage, frames: list[Any]) -> None:
         if isinstance(message, EmbedResult):
             self._resolve(message.request_id, (message, frames))
+        elif isinstance(message, Tokens):
+            for delta in message.deltas:
+                if (stream := self._streams.get(delta.request_id)) is not None:
+                    stream.put_nowait(delta)
         elif isinstance(message, Failure):
             error = EngineError(message.kind, message.message, message.field)
-            self._resolve(message.request_id, error)
+            self._fail(message.request_id, error)
         elif isinstance(message, Pong):
             self.stats = message.stats
             if self._unready_reason is not None:
@@ -214,14 +262,17 @@ class EngineClient:
         elif isinstance(message, Refused):
             self._refused(message)
 
-    def _resolve(self, request_id: int, outcome: Answer | EngineError) -> None:
+    def _resolve(self, request_id: int, answer: Answer) -> None:
         future = self._pending.get(request_id)
-        if future is None or future.done():
-            return  # cancelled meanwhile
-        if isinstance(outcome, EngineError):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)
+        if future is not None and not future.done():  # or it was cancelled meanwhile
+            future.set_result(answer)
+
+    def _fail(self, request_id: int, error: EngineError) -> None:
+        future = self._pending.get(request_id)
+        if future is not None and not future.done():
+            future.set_exception(error)
+        elif (stream := self._streams.get(request_id)) is not None:
+            stream.put_nowait(error)
 
     def _welcomed(self, message: Welcome, tokenizer_json: bytes) -> None:
         self._card, self._tokenizer_json = message.card, tokenizer_json
@@ -246,8 +297,8 @@ class EngineClient:
         if self._unready_reason is None and not self._closing:
             log.warning("engine at %s: %s", self.address, reason)
         self._unready_reason = reason
-        for request_id in list(self._pending):
-            self._resolve(request_id, EngineError("unavailable", f"the engine was lost: {reason}"))
+        for request_id in [*self._pending, *self._streams]:
+            self._fail(request_id, EngineError("unavailable", f"the engine was lost: {reason}"))
 
     async def _heartbeat_loop(self) -> None:
         for sequence in itertools.count(1):

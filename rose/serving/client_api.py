@@ -1,6 +1,6 @@
 """The seam between the gateway and an engine: what a client of one offers. Free of torch."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rose.models.card import ModelCard
-from rose.runtime.options import EmbedOptions, Priority
-from rose.serving.protocol import FailureKind, Stats
+from rose.runtime.options import EmbedOptions, Priority, SamplingParams
+from rose.serving.protocol import FailureKind, Stats, TokensDelta
 
 
 class EngineError(Exception):
@@ -82,5 +82,24 @@ class EngineClient(Protocol):
 
         Raises:
             EngineError: The request failed.
+        """
+        ...
+
+    def generate(
+        self,
+        ids: npt.NDArray[np.int32],
+        sampling: SamplingParams,
+        *,
+        priority: Priority = "online",
+        trace: str = "",
+    ) -> AsyncGenerator[TokensDelta, None]:
+        """Continues a prompt given as token ids, int32 [tokens].
+
+        Yields what each step brings; the last delta has `finish`. Closing the generator, or
+        cancelling the task that iterates, cancels the request at the engine: use `aclosing`.
+        A reader that stops reading does not hold the engine up.
+
+        Raises:
+            EngineError: The request failed; also in the middle of the output.
         """
         ...
