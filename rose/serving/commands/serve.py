@@ -1,0 +1,64 @@
+"""`rose serve`."""
+
+from typing import Annotated
+
+import typer
+
+from rose.serving.commands.options import (
+    ApiKeys,
+    Attention,
+    Deterministic,
+    Device,
+    Dtype,
+    Host,
+    LogLevel,
+    MaxBatchTokens,
+    MaxModelLen,
+    Port,
+    as_options,
+)
+
+
+def serve(
+    models: Annotated[
+        list[str],
+        typer.Argument(help="Model folders; NAME=PATH sets the name.", metavar="MODEL..."),
+    ],
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    api_key: ApiKeys = None,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    attention: Attention = "auto",
+    max_model_len: MaxModelLen = None,
+    max_batch_tokens: MaxBatchTokens = None,
+    deterministic: Deterministic = False,
+    log_level: LogLevel = "info",
+) -> None:
+    """Serve models over HTTP: one engine per model and a gateway, as one process tree."""
+    from rose.serving.process import set_up_logging
+    from rose.serving.supervisor import ChildFailedError, Supervisor, parse_models
+
+    set_up_logging(log_level, "serve")
+    supervisor = Supervisor(
+        parse_models(models),
+        host=host,
+        port=port,
+        engine_options=as_options(
+            device=device,
+            dtype=dtype,
+            attention=attention,
+            max_model_len=max_model_len,
+            max_batch_tokens=max_batch_tokens,
+            deterministic=deterministic,
+            log_level=log_level,
+        ),
+        gateway_options=as_options(log_level=log_level),
+        secrets={"ROSE_API_KEY": " ".join(api_key or ())},
+    )
+    try:
+        code = supervisor.run()
+    except ChildFailedError as error:
+        typer.echo(f"error: {error}", err=True)
+        code = 1
+    raise typer.Exit(code)
