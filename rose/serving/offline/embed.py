@@ -22,7 +22,7 @@ from rose.runtime.errors import NonFiniteError, RequestError
 from rose.runtime.options import OutputDtype
 from rose.serving.offline.chunks import Chunk, cut_chunks
 from rose.serving.offline.errors import InputError, OutputError, StoppedError
-from rose.serving.offline.outputs import Output, output_for
+from rose.serving.offline.outputs import Output, WriteChunk, output_for
 from rose.serving.offline.partial import DoneChunk, Partial, open_partial
 from rose.serving.offline.progress import Display, Meter
 from rose.serving.offline.sources import Source, open_source
@@ -184,7 +184,7 @@ class _Ready(NamedTuple):
     """A chunk that can run."""
 
     chunk: Chunk
-    kept: Any
+    write: WriteChunk
     encoded: "EncodedTexts"
 
 
@@ -255,7 +255,7 @@ class _Run:
         chunk = next(chunks, None)
         if chunk is None:
             return None
-        kept = self._output.prepare(chunk)
+        write = self._output.prepare(chunk)
         with self._placed(chunk):
             encoded = engine.encode(
                 chunk.texts,
@@ -263,7 +263,7 @@ class _Run:
                 prompt=self._job.prompt,
                 truncate=self._job.truncate,
             )
-        return _Ready(chunk, kept, encoded)
+        return _Ready(chunk, write, encoded)
 
     def _embed(self, engine: "Engine", ready: _Ready) -> None:
         job, chunk, encoded = self._job, ready.chunk, ready.encoded
@@ -276,7 +276,7 @@ class _Run:
                 progress=self._progress(ready),
             )
         done = DoneChunk(len(chunk.rows), encoded.tokens, len(encoded.cut), chunk.digest())
-        self._partial.add(done, lambda file: self._output.write(file, vectors, chunk, ready.kept))
+        self._partial.add(done, lambda file: ready.write(file, vectors))
 
     def _progress(self, ready: _Ready) -> Callable[[int, int], None]:
         """Return a callback for the texts done of a chunk, which run longest first."""

@@ -1,4 +1,4 @@
-"""Errors of working on files. Each message names the file, and the line or row where there is one."""
+"""Errors of working on files. A message names the file, and the line or row."""
 
 
 class InputError(ValueError):

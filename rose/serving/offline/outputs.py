@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from datetime import date, time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
@@ -25,23 +26,21 @@ EMBEDDING_COLUMN = "embedding"
 ROW_GROUP_BYTES = 64 << 20
 
 Vectors = npt.NDArray[Any]
+WriteChunk = Callable[[BinaryIO, Vectors], None]
 
 
 class Output(Protocol):
     """A file format for vectors."""
 
-    def prepare(self, chunk: "Chunk") -> Any:
-        """Convert the columns that are copied, before any work is put into their texts.
+    def prepare(self, chunk: "Chunk") -> WriteChunk:
+        """Convert the columns that are copied, before any work is put into the texts.
 
-        Called for every chunk in order, also for those that an earlier run has written.
+        Called for every chunk in order, also for those that an earlier run has written. Returns
+        the function that writes the chunk once its vectors are there.
 
         Raises:
-            InputError: they cannot be written in this format.
+            InputError: the columns cannot be written in this format.
         """
-        ...
-
-    def write(self, file: BinaryIO, vectors_BD: Vectors, chunk: "Chunk", kept: Any) -> None:
-        """Write a chunk; `kept` is what `prepare` returned for it."""
         ...
 
     def join(self, parts: Sequence[Path], file: BinaryIO) -> None:
@@ -77,51 +76,60 @@ def output_for(path: Path, keep: Sequence[str]) -> Output:
 class NpyOutput:
     """One matrix [texts, D] for `numpy.load`."""
 
-    def prepare(self, chunk: "Chunk") -> None:  # noqa: ARG002 - the protocol's
-        """Nothing is copied."""
-
-    def write(self, file: BinaryIO, vectors_BD: Vectors, chunk: "Chunk", kept: None) -> None:  # noqa: ARG002
-        """Write a matrix."""
-        np.save(file, vectors_BD)
+    def prepare(self, chunk: "Chunk") -> WriteChunk:  # noqa: ARG002 - nothing is copied
+        """Return the function that writes a matrix."""
+        return _write_matrix
 
     def join(self, parts: Sequence[Path], file: BinaryIO) -> None:
         """Write one header, then the numbers of all parts."""
-        shapes = [np.load(part, mmap_mode="r").shape for part in parts]
         first = np.load(parts[0], mmap_mode="r")
-        header = {
-            "descr": np.lib.format.dtype_to_descr(first.dtype),
-            "fortran_order": False,
-            "shape": (sum(rows for rows, _ in shapes), first.shape[1]),
-        }
-        np.lib.format.write_array_header_1_0(file, header)
+        rows = sum(len(np.load(part, mmap_mode="r")) for part in parts)
+        _write_header(file, first.dtype, (rows, first.shape[1]))
         for part in parts:
             file.write(np.load(part).data)
+
+
+def _write_matrix(file: BinaryIO, vectors_BD: Vectors) -> None:
+    _write_header(file, vectors_BD.dtype, vectors_BD.shape)
+    file.write(vectors_BD.data)
+
+
+def _write_header(file: BinaryIO, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    # numpy's own writer of arrays hides the reason when a disk is full.
+    descr = np.lib.format.dtype_to_descr(dtype)
+    header = {"descr": descr, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, header)
 
 
 class JsonlOutput:
     """One object a line: index, the columns kept, embedding."""
 
-    def prepare(self, chunk: "Chunk") -> list[bytes]:
-        """Return the columns kept of each row, as the inner part of a JSON object.
+    def prepare(self, chunk: "Chunk") -> WriteChunk:
+        """Return the function that writes a line per text.
 
         Raises:
             InputError: a value that JSON cannot hold.
         """
-        return [_json_fields(row) for row in chunk.kept_rows()]
-
-    def write(self, file: BinaryIO, vectors_BD: Vectors, chunk: "Chunk", kept: list[bytes]) -> None:
-        """Write a line per text; numbers have as many digits as their type needs."""
-        import orjson
-
-        for index, (vector_D, fields) in enumerate(zip(vectors_BD, kept, strict=True), chunk.first):
-            numbers = orjson.dumps(vector_D, option=orjson.OPT_SERIALIZE_NUMPY)
-            file.write(b'{"index":%d,%b"embedding":%b}\n' % (index, fields, numbers))
+        heads = [
+            b'{"index":%d,%b' % (index, _json_fields(row))
+            for index, row in enumerate(chunk.kept_rows(), chunk.first)
+        ]
+        return partial(_write_lines, heads)
 
     def join(self, parts: Sequence[Path], file: BinaryIO) -> None:
         """Put the parts one after another."""
         for part in parts:
             with part.open("rb") as opened:
                 shutil.copyfileobj(opened, file)
+
+
+def _write_lines(heads: list[bytes], file: BinaryIO, vectors_BD: Vectors) -> None:
+    """Write a line per text; numbers have as many digits as their type needs."""
+    import orjson
+
+    for head, vector_D in zip(heads, vectors_BD, strict=True):
+        numbers = orjson.dumps(vector_D, option=orjson.OPT_SERIALIZE_NUMPY)
+        file.write(b'%b"embedding":%b}\n' % (head, numbers))
 
 
 def _json_fields(row: dict[str, Any]) -> bytes:
@@ -157,8 +165,8 @@ class ParquetOutput:
     def __init__(self) -> None:
         self._schema: pa.Schema | None = None
 
-    def prepare(self, chunk: "Chunk") -> "pa.Table":
-        """Return the columns kept, and widen the output's types to hold them.
+    def prepare(self, chunk: "Chunk") -> WriteChunk:
+        """Widen the output's types to hold the columns kept; return what writes a small file.
 
         Raises:
             InputError: a column's type does not go with that of earlier chunks.
@@ -171,30 +179,7 @@ class ParquetOutput:
             self._schema = pa.unify_schemas(schemas, promote_options="permissive")
         except pa.ArrowException as error:
             raise InputError(f"--keep: a column is of no single type: {error}") from error
-        return table
-
-    def write(
-        self,
-        file: BinaryIO,
-        vectors_BD: Vectors,
-        chunk: "Chunk",
-        kept: "pa.Table",  # noqa: ARG002
-    ) -> None:
-        """Write a small parquet file.
-
-        Raises:
-            InputError: a column is of a type that parquet does not have.
-        """
-        import pyarrow as pa
-        from pyarrow import parquet
-
-        flat = pa.array(vectors_BD.reshape(-1))
-        vectors = pa.FixedSizeListArray.from_arrays(flat, vectors_BD.shape[1])
-        table = pa.table([*kept.columns, vectors], names=[*kept.column_names, EMBEDDING_COLUMN])
-        try:
-            parquet.write_table(table, file, use_dictionary=kept.column_names)
-        except pa.ArrowException as error:
-            raise InputError(f"--keep: {error}") from error
+        return partial(_write_table, table)
 
     def join(self, parts: Sequence[Path], file: BinaryIO) -> None:
         """Write the parts into one file, in row groups of about 64 MiB."""
@@ -206,6 +191,24 @@ class ParquetOutput:
         with parquet.ParquetWriter(file, schema, use_dictionary=self._schema.names) as writer:
             for table in _row_groups(parts, schema):
                 writer.write_table(table, row_group_size=table.num_rows)
+
+
+def _write_table(kept: "pa.Table", file: BinaryIO, vectors_BD: Vectors) -> None:
+    """Write a small parquet file.
+
+    Raises:
+        InputError: a column is of a type that parquet does not have.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    flat = pa.array(vectors_BD.reshape(-1))
+    vectors = pa.FixedSizeListArray.from_arrays(flat, vectors_BD.shape[1])
+    table = pa.table([*kept.columns, vectors], names=[*kept.column_names, EMBEDDING_COLUMN])
+    try:
+        parquet.write_table(table, file, use_dictionary=kept.column_names)
+    except pa.ArrowException as error:
+        raise InputError(f"--keep: {error}") from error
 
 
 def _row_groups(parts: Sequence[Path], schema: "pa.Schema") -> Iterator["pa.Table"]:

@@ -19,6 +19,7 @@ from rose.serving.offline.errors import InputError
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from pyarrow import parquet
 
 STANDARD_INPUT = "-"
 DEFAULT_COLUMN = "text"
@@ -210,14 +211,14 @@ def _open_jsonl(path: str, column: str | None, keep: tuple[str, ...]) -> Source:
     return Source(path, _json_object_rows(lines, chosen, keep), chosen, total)
 
 
-def _json_values(lines: Lines) -> Iterator[Any]:
+def _json_values(lines: Lines) -> Iterator[object]:
     """Yield the value of each line that is not blank."""
     for line in lines:
         if not line.isspace():
             yield _parse_json(lines, line)
 
 
-def _parse_json(lines: Lines, line: str) -> Any:
+def _parse_json(lines: Lines, line: str) -> object:
     try:
         value = json.loads(line, parse_constant=_not_json, parse_float=_finite)
         if "\\u" in line:  # an escape may be half of a surrogate pair, which no file can hold
@@ -298,7 +299,9 @@ def _holds_text(kind: "pa.DataType") -> bool:
     return any(check(kind) for check in checks)
 
 
-def _parquet_rows(path: str, file: Any, column: str, keep: tuple[str, ...]) -> Iterator[Row]:
+def _parquet_rows(
+    path: str, file: "parquet.ParquetFile", column: str, keep: tuple[str, ...]
+) -> Iterator[Row]:
     place = 0
     columns = list(dict.fromkeys((column, *keep)))
     for batch in _parquet_batches(path, file, columns):
@@ -309,7 +312,9 @@ def _parquet_rows(path: str, file: Any, column: str, keep: tuple[str, ...]) -> I
             yield Row(value, place, place, kept.slice(index, 1) if keep else {})
 
 
-def _parquet_batches(path: str, file: Any, columns: list[str]) -> Iterator["pa.RecordBatch"]:
+def _parquet_batches(
+    path: str, file: "parquet.ParquetFile", columns: list[str]
+) -> Iterator["pa.RecordBatch"]:
     import pyarrow as pa
 
     try:
@@ -319,7 +324,7 @@ def _parquet_batches(path: str, file: Any, columns: list[str]) -> Iterator["pa.R
         raise InputError(f"{path}: not a parquet file that can be read: {error}") from error
 
 
-def _parquet_text(path: str, place: int, column: str, scalar: Any) -> str:
+def _parquet_text(path: str, place: int, column: str, scalar: "pa.Scalar") -> str:
     where = f"{path}, row {place}, column {column!r}"
     try:
         text = scalar.as_py()
