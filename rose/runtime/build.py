@@ -1,17 +1,30 @@
 """From a checkpoint and options to loaded weights and the runtimes that serve them."""
 
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
+from msgspec.structs import replace
 
 from rose.kernels.attention import BACKENDS
 from rose.kernels.attention.base import AttentionBackend, AttentionSpec
+from rose.models.card import ModelCard
 from rose.models.loader import LoadedModel, load
+from rose.runtime.decode import DecodeRuntime
 from rose.runtime.embedding import EmbeddingRuntime
+from rose.runtime.generation import GenerationLoop
+from rose.runtime.kv_cache import PagePool
+from rose.runtime.kv_pool import choose_num_pages
+from rose.runtime.scheduler import Scheduler
+from rose.runtime.structured import GrammarCompiler
 from rose.runtime.worker import DeviceWorker
 
 log = logging.getLogger(__name__)
+
+PAGE_SIZE = 16  # tokens
+STEP_TOKENS = 512  # of prompts and decodes together, where the user does not say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +38,25 @@ class ModelOptions:
     attention: str = "auto"
     max_model_len: int | None = None
     max_batch_tokens: int | None = None
+    max_num_seqs: int = 32
+    kv_cache_memory: int | None = None
     deterministic: bool = False
     tasks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A decode runtime, its page pool, and what a loop over both needs."""
+
+    runtime: DecodeRuntime
+    scheduler: Scheduler
+    grammars: GrammarCompiler
+
+    def make_loop(self, on_arrival: Callable[[], None] | None = None) -> GenerationLoop:
+        """Make the loop; there can be one, since it owns the scheduler's state."""
+        return GenerationLoop(
+            self.runtime, self.scheduler, grammars=self.grammars, on_arrival=on_arrival
+        )
 
 
 @dataclass(slots=True)
@@ -34,9 +64,11 @@ class ServedModel:
     """A loaded model and its runtimes, which share one worker and one copy of the weights."""
 
     loaded: LoadedModel
+    card: ModelCard
     worker: DeviceWorker
     embedding: EmbeddingRuntime | None
-    max_batch_tokens: int = field(default=0)
+    generation: Generation | None
+    max_batch_tokens: int = 0
 
     def close(self) -> None:
         """Stop the worker; steps that wait fail."""
@@ -66,7 +98,14 @@ def build(options: ModelOptions) -> ServedModel:
         torch.device(options.device),
     )
     worker = DeviceWorker(options.device)
-    served = ServedModel(loaded, worker, _embedding_runtime(loaded, backend, worker, options))
+    generation = _generation(loaded, backend, worker, options)
+    served = ServedModel(
+        loaded=loaded,
+        card=_complete_card(loaded.card, generation),
+        worker=worker,
+        embedding=_embedding_runtime(loaded, backend, worker, options),
+        generation=generation,
+    )
     if served.embedding:
         served.max_batch_tokens = options.max_batch_tokens or served.embedding.measure_saturation(
             loaded.card.max_model_len, loaded.card.vocab_size
@@ -106,6 +145,57 @@ def _embedding_runtime(
         device=options.device,
         deterministic=options.deterministic,
     )
+
+
+def _generation(
+    loaded: LoadedModel, backend: AttentionBackend, worker: DeviceWorker, options: ModelOptions
+) -> Generation | None:
+    facts = loaded.card.generation
+    if loaded.lm is None or facts is None:
+        return None
+    num_pages = choose_num_pages(
+        loaded.backbone.attention_specs,
+        loaded.dtype,
+        loaded.device,
+        page_size=PAGE_SIZE,
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=loaded.card.max_model_len,
+        cache_bytes=options.kv_cache_memory,
+    )
+    log.info("KV cache: %d pages of %d tokens", num_pages - 1, PAGE_SIZE)
+    scheduler = Scheduler(
+        PagePool(num_pages, PAGE_SIZE),
+        max_num_seqs=options.max_num_seqs,
+        max_step_tokens=max(options.max_batch_tokens or STEP_TOKENS, options.max_num_seqs),
+        max_model_len=loaded.card.max_model_len,
+        eos_ids=facts.eos_token_ids,
+    )
+    runtime = DecodeRuntime(
+        loaded.lm,
+        backend,
+        worker,
+        num_pages=num_pages,
+        num_slots=scheduler.num_slots,
+        page_size=PAGE_SIZE,
+        eos_ids=facts.eos_token_ids,
+        dtype=loaded.dtype,
+        device=loaded.device,
+    )
+    vocab_size = loaded.card.vocab_size
+    grammars = GrammarCompiler(loaded.tokenizer_json, vocab_size, facts.eos_token_ids)
+    return Generation(runtime, scheduler, grammars)
+
+
+def _complete_card(card: ModelCard, generation: Generation | None) -> ModelCard:
+    """Add to the card what the page pool and the installed extras decide."""
+    if generation is None or card.generation is None:
+        return card
+    facts = replace(
+        card.generation,
+        max_kv_tokens=generation.scheduler.max_len,
+        structured_output=find_spec("llguidance") is not None,
+    )
+    return replace(card, generation=facts)
 
 
 def _check_device(device: str) -> None:

@@ -5,7 +5,7 @@ the oldest in flight in whatever way suits it, and calls `collect` for what has 
 """
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from dataclasses import dataclass
@@ -78,8 +78,11 @@ class GenerationLoop:
         *,
         grammars: GrammarCompiler | None = None,
         max_in_flight: int = 2,
+        on_arrival: Callable[[], None] | None = None,
     ) -> None:
         """Run what `scheduler` plans on `runtime`.
+
+        `on_arrival` is called, from the runtime's thread, whenever a step has arrived.
 
         With two steps in flight the device finds the next one ready when it ends one. With one,
         no step is in vain when a sequence ends, and a newcomer waits for one step less.
@@ -88,6 +91,7 @@ class GenerationLoop:
         self._scheduler = scheduler
         self._grammars = grammars
         self._max_in_flight = max_in_flight
+        self._on_arrival = on_arrival
         self._flights: deque[_Flight] = deque()
         self._alive: dict[Hashable, Sequence] = {}
         self._prompt_logprobs: dict[Sequence, list[TokenLogprob]] = {}
@@ -164,6 +168,8 @@ class GenerationLoop:
             self._unreported += self._fail(plan, error)
             return True
         self._flights.append(_Flight(plan, lazy))
+        if self._on_arrival is not None:
+            lazy.add_done_callback(self._on_arrival)
         self._steps += 1
         self._tokens += plan.num_tokens
         return True

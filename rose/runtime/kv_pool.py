@@ -1,9 +1,11 @@
 """The tensors of the page pool, and how many pages a machine has room for."""
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from rose.kernels.attention.base import AttentionSpec, KVPages
@@ -28,12 +30,16 @@ def allocate_pages(
     """Allocate the pool, all zero.
 
     Kernels may load slots beyond a sequence's end and weigh them with 0, which a NaN there would
-    survive: every slot has to be finite from the start.
+    survive: every slot has to be finite from the start. On a CPU numpy's zeros are memory that the
+    system hands out when it is first written, so a large pool costs nothing before it is used.
     """
 
     def zeros(spec: AttentionSpec) -> torch.Tensor:
         shape = (num_pages, page_size, spec.num_kv_heads, spec.head_dim)
-        return torch.zeros(shape, dtype=dtype, device=device)
+        if device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=device)
+        raw = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+        return torch.from_numpy(raw).view(dtype).view(shape)
 
     return KVPages(tuple(zeros(spec) for spec in specs), tuple(zeros(spec) for spec in specs))
 

@@ -69,7 +69,7 @@ class EmbedService:
 
     def __init__(self, served: ServedModel, *, max_queue_tokens: int) -> None:
         """Serve the embedding runtime of `served`, if it has one."""
-        self._card = served.loaded.card
+        self._card = served.card
         self._runtime = served.embedding
         self._budget = served.max_batch_tokens
         self._max_queue_tokens = max_queue_tokens

@@ -6,20 +6,22 @@ One asyncio loop receives, admits and answers; the model runs on the runtime's o
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgspec
 import numpy as np
 import zmq
 import zmq.asyncio
+from msgspec.structs import replace
 
 from rose.runtime.build import ModelOptions, ServedModel, build
 from rose.runtime.errors import NonFiniteError, RequestError
 from rose.runtime.queue import EmbedJob
 from rose.serving import protocol
 from rose.serving.embed_service import EmbedService, FinishedEmbed, OverloadedError
+from rose.serving.generate_service import GenerateService, Key
 from rose.serving.process import stop_event
 from rose.serving.protocol import (
     PROTOCOL_VERSION,
@@ -35,6 +37,8 @@ from rose.serving.protocol import (
     Pong,
     Refused,
     Stats,
+    Tokens,
+    TokensDelta,
     Welcome,
 )
 from rose.serving.transport import bind_router, check_address
@@ -47,10 +51,10 @@ LAST_WORDS_MS = 200  # time for the last answers to leave the socket
 
 @dataclass(slots=True)
 class Client:
-    """A connected gateway: when it was last heard, and its requests under way."""
+    """A connected gateway: when it was last heard, and how to cancel its requests under way."""
 
     last_seen: float = field(default_factory=time.monotonic)
-    jobs: dict[int, EmbedJob] = field(default_factory=dict)
+    requests: dict[int, Callable[[], None]] = field(default_factory=dict)
 
 
 class EngineServer:
@@ -61,14 +65,21 @@ class EngineServer:
     ) -> None:
         """Serve `served` on a bound socket; more than `max_queue_tokens` waiting is refused."""
         self._socket = socket
-        self._loaded = served.loaded
+        self._served = served
+        self._generate = (
+            GenerateService(served.generation, self._send_tokens, self._send_failure)
+            if served.generation
+            else None
+        )
         self._embed = EmbedService(served, max_queue_tokens=max_queue_tokens)
         self._clients: dict[bytes, Client] = {}
         self._draining = False
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set, then finish what was admitted and return."""
-        loops = (self._receive_loop, self._embed.run, self._watch_clients)
+        loops = [self._receive_loop, self._embed.run, self._watch_clients]
+        if self._generate:
+            loops.append(self._generate.run)
         tasks = [asyncio.create_task(loop()) for loop in loops]
         stopping = asyncio.create_task(stop.wait())
         try:
@@ -76,12 +87,16 @@ class EngineServer:
             self._draining = True
             for task in done - {stopping}:
                 task.result()  # a loop only ends by an error
-            while self._embed.requests:
+            while self._requests:
                 await asyncio.sleep(0.01)
         finally:
             for task in (*tasks, stopping):
                 task.cancel()
             await asyncio.gather(*tasks, stopping, return_exceptions=True)
+
+    @property
+    def _requests(self) -> int:
+        return self._embed.requests + (self._generate.requests if self._generate else 0)
 
     # Messages in
 
@@ -131,8 +146,8 @@ class EngineServer:
             return
         self._drop(identity)
         self._clients[identity] = Client()
-        welcome = Welcome(PROTOCOL_VERSION, self._loaded.card)
-        await self._send(identity, welcome, [self._loaded.tokenizer_json])
+        welcome = Welcome(PROTOCOL_VERSION, self._served.card)
+        await self._send(identity, welcome, [self._served.loaded.tokenizer_json])
 
     def _admit(
         self,
@@ -144,20 +159,39 @@ class EngineServer:
         if self._draining:
             raise DrainingError("the engine is shutting down")
         if isinstance(request, GenerateRequest):
-            raise RequestError(f"model {self._loaded.card.name!r} cannot generate", "model")
+            self._admit_generation(identity, client, request, frames)
+        else:
+            self._admit_embedding(identity, client, request, frames)
+
+    def _admit_embedding(
+        self, identity: bytes, client: Client, request: EmbedRequest, frames: list[bytes]
+    ) -> None:
         job = _read_job(request, frames)
 
         async def deliver(outcome: FinishedEmbed | Exception) -> None:
-            client.jobs.pop(request.request_id, None)
+            client.requests.pop(request.request_id, None)
             await self._answer(identity, request.request_id, outcome)
 
         self._embed.submit(job, request.options, deliver)
-        client.jobs[request.request_id] = job
+        client.requests[request.request_id] = lambda: self._embed.cancel(job)
+
+    def _admit_generation(
+        self, identity: bytes, client: Client, request: GenerateRequest, frames: list[bytes]
+    ) -> None:
+        service = self._generate
+        if service is None:
+            raise RequestError(f"model {self._served.card.name!r} cannot generate", "model")
+        if len(frames) != 1 or len(frames[0]) % 4:
+            raise RequestError("expected one frame of int32: the prompt's ids")
+        key = Key(identity, request.request_id)
+        ids = np.frombuffer(frames[0], np.int32)
+        service.submit(key, ids, request.sampling, request.priority)
+        client.requests[request.request_id] = lambda: service.cancel(key)
 
     def _cancel(self, client: Client, request_id: int) -> None:
-        job = client.jobs.pop(request_id, None)
-        if job is not None:
-            self._embed.cancel(job)
+        cancel = client.requests.pop(request_id, None)
+        if cancel is not None:
+            cancel()
 
     async def _watch_clients(self) -> None:
         """Drop the work of clients that fell silent."""
@@ -170,7 +204,7 @@ class EngineServer:
     def _drop(self, identity: bytes) -> None:
         client = self._clients.pop(identity, None)
         if client is not None:
-            for request_id in list(client.jobs):
+            for request_id in list(client.requests):
                 self._cancel(client, request_id)
 
     # Messages out
@@ -190,6 +224,19 @@ class EngineServer:
         )
         await self._send(identity, result, [outcome.vectors.data])
 
+    async def _send_tokens(self, identity: bytes, deltas: list[TokensDelta]) -> None:
+        client = self._clients.get(identity)
+        for delta in deltas:
+            if delta.finish is not None and client is not None:
+                client.requests.pop(delta.request_id, None)
+        await self._send(identity, Tokens(deltas))
+
+    async def _send_failure(self, key: Key, error: Exception) -> None:
+        client = self._clients.get(key.client)
+        if client is not None:
+            client.requests.pop(key.request_id, None)
+        await self._send(key.client, _failure(key.request_id, error))
+
     async def _send(
         self, identity: bytes, message: EngineMessage, frames: Sequence[Any] = ()
     ) -> None:
@@ -202,13 +249,19 @@ class EngineServer:
             self._drop(identity)
 
     def _stats(self) -> Stats:
-        return Stats(
-            requests_running=self._embed.requests,
+        stats = Stats(
+            requests_running=self._requests,
             requests_queued=len(self._embed.queue),
             tokens_queued=self._embed.queue.tokens,
             steps=self._embed.steps,
             tokens=self._embed.tokens,
         )
+        if self._generate is None:
+            return stats
+        numbers = asdict(self._generate.loop.stats())
+        numbers["steps"] += stats.steps
+        numbers["tokens"] += stats.tokens
+        return replace(stats, **numbers)
 
 
 def run_engine(options: ModelOptions, address: str) -> None:

@@ -98,7 +98,7 @@ class Engine:
     @property
     def card(self) -> ModelCard:
         """What ROSE knows of the model."""
-        return self._served.loaded.card
+        return self._served.card
 
     def embed(
         self,

@@ -74,8 +74,10 @@ def runtime():
 
 @asynccontextmanager
 async def engine(runtime, address, *, budget=32, max_queue_tokens=1 << 20):
-    loaded = SimpleNamespace(card=CARD, tokenizer_json=b"{}")
-    served = SimpleNamespace(loaded=loaded, embedding=runtime, max_batch_tokens=budget)
+    loaded = SimpleNamespace(tokenizer_json=b"{}")
+    served = SimpleNamespace(
+        loaded=loaded, card=CARD, generation=None, embedding=runtime, max_batch_tokens=budget
+    )
     context = zmq.asyncio.Context()
     stop = asyncio.Event()
     with bind_router(context, address) as socket:
@@ -283,8 +285,10 @@ def test_a_dead_engine_fails_its_requests_at_once_and_a_new_one_is_found(runtime
         async with connected(address) as client:
             context = zmq.asyncio.Context()
             socket = bind_router(context, address)
-            loaded = SimpleNamespace(card=CARD, tokenizer_json=b"{}")
-            served = SimpleNamespace(loaded=loaded, embedding=runtime, max_batch_tokens=8)
+            loaded = SimpleNamespace(tokenizer_json=b"{}")
+            served = SimpleNamespace(
+                loaded=loaded, card=CARD, generation=None, embedding=runtime, max_batch_tokens=8
+            )
             task = asyncio.create_task(EngineServer(socket, served).run(asyncio.Event()))
             await client.wait_ready()
             runtime.gate.clear()
@@ -339,8 +343,10 @@ def test_a_silent_engine_is_given_up_and_taken_back(runtime, address, monkeypatc
 def test_draining_finishes_what_was_admitted_and_refuses_more(runtime, address):
     async def scenario():
         context = zmq.asyncio.Context()
-        loaded = SimpleNamespace(card=CARD, tokenizer_json=b"{}")
-        served = SimpleNamespace(loaded=loaded, embedding=runtime, max_batch_tokens=8)
+        loaded = SimpleNamespace(tokenizer_json=b"{}")
+        served = SimpleNamespace(
+            loaded=loaded, card=CARD, generation=None, embedding=runtime, max_batch_tokens=8
+        )
         stop = asyncio.Event()
         with bind_router(context, address) as socket:
             task = asyncio.create_task(EngineServer(socket, served).run(stop))

@@ -1,0 +1,159 @@
+"""Generation inside the engine process: feeds the generation loop and delivers what it brings."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rose.runtime.build import Generation
+from rose.runtime.decode import TokenLogprob
+from rose.runtime.generation import Delta, Failed, GenerationLoop
+from rose.runtime.options import Priority, SamplingParams
+from rose.runtime.structured import GrammarMatcher
+from rose.serving.protocol import TokenLogprobs, TokensDelta
+
+
+class Key(NamedTuple):
+    """Names a request: the client's identity, and the number that the client gave it."""
+
+    client: bytes
+    request_id: int
+
+
+DeliverTokens = Callable[[bytes, list[TokensDelta]], Awaitable[None]]
+DeliverFailure = Callable[[Key, Exception], Awaitable[None]]
+
+
+class GenerateService:
+    """Keeps the decode runtime busy, and delivers tokens step by step, per client."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        deliver_tokens: DeliverTokens,
+        deliver_failure: DeliverFailure,
+    ) -> None:
+        """Serve a decode runtime."""
+        self._grammars = generation.grammars
+        self._deliver_tokens = deliver_tokens
+        self._deliver_failure = deliver_failure
+        self._compiling: dict[Key, asyncio.Task[None]] = {}
+        self._wake = asyncio.Event()
+        self._generation = generation.make_loop(on_arrival=self._wake_from_thread)
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._requests: set[Key] = set()
+
+    @property
+    def requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._requests)
+
+    @property
+    def loop(self) -> GenerationLoop:
+        """The loop, for its numbers."""
+        return self._generation
+
+    def submit(
+        self,
+        key: Key,
+        ids: npt.NDArray[np.int32],
+        sampling: SamplingParams,
+        priority: Priority,
+    ) -> None:
+        """Admit a request.
+
+        Raises:
+            RequestError: it can never be served.
+        """
+        self._requests.add(key)
+        try:
+            if sampling.grammar is None:
+                self._add(key, ids, sampling, priority, None)
+            else:
+                work = self._compile_and_add(key, ids, sampling, priority)
+                self._compiling[key] = asyncio.create_task(work)
+        except BaseException:
+            self._requests.discard(key)
+            raise
+
+    def cancel(self, key: Key) -> None:
+        """Drop a request; nothing is delivered for it any more."""
+        if key in self._requests:
+            self._requests.discard(key)
+            if (task := self._compiling.pop(key, None)) is not None:
+                task.cancel()
+            self._generation.cancel(key)
+            self._wake.set()
+
+    async def run(self) -> None:
+        """Launch and collect steps until cancelled."""
+        self._event_loop = asyncio.get_running_loop()
+        while True:
+            self._wake.clear()
+            await self._publish(self._generation.collect())
+            while self._generation.advance():
+                pass
+            await self._wake.wait()
+
+    def _add(
+        self,
+        key: Key,
+        ids: npt.NDArray[np.int32],
+        sampling: SamplingParams,
+        priority: Priority,
+        grammar: GrammarMatcher | None,
+    ) -> None:
+        self._generation.add(key, ids, sampling, priority, grammar)
+        self._wake.set()
+
+    async def _compile_and_add(
+        self, key: Key, ids: npt.NDArray[np.int32], sampling: SamplingParams, priority: Priority
+    ) -> None:
+        """Compile the grammar in a thread: the first one takes a second."""
+        assert sampling.grammar is not None
+        try:
+            grammar = await asyncio.to_thread(self._grammars.matcher, sampling.grammar)
+            self._add(key, ids, sampling, priority, grammar)
+        except Exception as error:  # noqa: BLE001 - it is the request's answer
+            self._requests.discard(key)
+            await self._deliver_failure(key, error)
+        finally:
+            self._compiling.pop(key, None)
+
+    def _wake_from_thread(self) -> None:
+        assert self._event_loop is not None
+        self._event_loop.call_soon_threadsafe(self._wake.set)
+
+    async def _publish(self, events: list[Delta | Failed]) -> None:
+        deltas: dict[bytes, list[TokensDelta]] = {}
+        for event in events:
+            key = event.request_id
+            assert isinstance(key, Key)
+            if isinstance(event, Failed):
+                self._requests.discard(key)
+                await self._deliver_failure(key, event.error)
+                continue
+            if event.finish is not None:
+                self._requests.discard(key)
+            deltas.setdefault(key.client, []).append(_on_the_wire(key, event))
+        for client, found in deltas.items():
+            await self._deliver_tokens(client, found)
+
+
+def _on_the_wire(key: Key, delta: Delta) -> TokensDelta:
+    return TokensDelta(
+        request_id=key.request_id,
+        token_ids=delta.token_ids,
+        finish=delta.finish,
+        logprobs=_logprobs(delta.logprobs),
+        prompt_logprobs=_logprobs(delta.prompt_logprobs),
+        cached_tokens=delta.cached_tokens,
+    )
+
+
+def _logprobs(entries: list[TokenLogprob] | None) -> list[TokenLogprobs] | None:
+    if entries is None:
+        return None
+    return [TokenLogprobs(e.token_id, e.logprob, e.top_ids, e.top_logprobs) for e in entries]
