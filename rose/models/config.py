@@ -134,10 +134,16 @@ def _no_folder(path: Path) -> str:
 class ConfigReader:
     """Typed settings of one JSON object; remembers each with its source. A null means absent."""
 
-    def __init__(self, values: "Mapping[str, Any]", file: str, architecture: str) -> None:
-        """Read `values`, which came from `file`; defaults are those of `architecture`."""
+    def __init__(
+        self, values: "Mapping[str, Any]", file: str, architecture: str, label: str | None = None
+    ) -> None:
+        """Read `values`, which came from `file`; defaults are those of `architecture`.
+
+        Messages name `file`, settings the shorter `label`, if there is one.
+        """
         self.values = dict(values)
         self.file = file
+        self.label = label or file
         self.architecture = architecture
         self.settings: list[Setting] = []
         self.warnings: list[str] = []
@@ -154,7 +160,11 @@ class ConfigReader:
 
     def source(self, key: str) -> str:
         """Name where the value of `key` comes from."""
-        return self._sources.get(key, self.file)
+        return self._sources.get(key, self.label)
+
+    def where(self, key: str) -> str:
+        """Name the file and the key, for messages."""
+        return f"{self._sources.get(key, self.file)}: {key}"
 
     def get(self, key: str, default: T, kind: type[T]) -> T:
         """Return the value of `key`, or the architecture's default.
@@ -178,7 +188,7 @@ class ConfigReader:
         value = self.values.get(key)
         if value is None:
             return None
-        checked = _check(value, kind, f"{self.source(key)}: {key}")
+        checked = _check(value, kind, self.where(key))
         if record:
             self.record(key, checked, self.source(key))
         return checked
@@ -198,7 +208,7 @@ class ConfigReader:
 
     def _positive(self, key: str, value: int) -> int:
         if value < 1:
-            raise CheckpointError(f"{self.source(key)}: {key}: must be at least 1, found {value}")
+            raise CheckpointError(f"{self.where(key)}: must be at least 1, found {value}")
         return value
 
     def record(self, name: str, value: object, source: str) -> None:

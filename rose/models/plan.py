@@ -107,7 +107,7 @@ def _config_reader(core: CheckpointFolder) -> ConfigReader:
     values = core.json(CONFIG_FILE)
     if values is None:
         raise CheckpointError(f"{core.path / CONFIG_FILE} is missing")
-    reader = ConfigReader(values, str(core.path / CONFIG_FILE), "this architecture")
+    reader = ConfigReader(values, str(core.path / CONFIG_FILE), "this architecture", CONFIG_FILE)
     settings, file = transformer_settings(core)
     for key in ("config_args", "config_kwargs"):  # the older and the newer name
         overrides = settings.get(key)

@@ -6,7 +6,7 @@ object per layer type.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rose.models.config import ConfigReader, Setting
 from rose.models.errors import CheckpointError
@@ -65,18 +65,23 @@ def read_ropes(
         CheckpointError: a kind is unknown, or a setting is missing or malformed.
     """
     parameters, key = _parameters(reader)
-    theta = reader.get("rope_theta", default_theta, float)
+    theta = reader.optional("rope_theta", float, record=False) or default_theta
+    fallback = _Fallback(theta, dim, positions)
     kinds = dict.fromkeys(layer_types)
     if not any(isinstance(value, dict) for value in parameters.values()):
-        rope = _read_rope(reader, parameters, key, theta, dim, positions)
-        return dict.fromkeys(kinds, rope)
+        return dict.fromkeys(kinds, _read_rope(reader, parameters, key, fallback))
     missing = [kind for kind in kinds if not isinstance(parameters.get(kind), dict)]
     if missing:
-        raise CheckpointError(f"{reader.source(key)}: {key}: {missing[0]!r} is missing")
-    return {
-        kind: _read_rope(reader, parameters[kind], f"{key}.{kind}", theta, dim, positions)
-        for kind in kinds
-    }
+        raise CheckpointError(f"{reader.where(key)}: {missing[0]!r} is missing")
+    return {kind: _read_rope(reader, parameters[kind], f"{key}.{kind}", fallback) for kind in kinds}
+
+
+class _Fallback(NamedTuple):
+    """What the config says outside its rope settings."""
+
+    theta: float
+    dim: int
+    positions: int
 
 
 def _parameters(reader: ConfigReader) -> tuple[Mapping[str, Any], str]:
@@ -93,33 +98,42 @@ def _parameters(reader: ConfigReader) -> tuple[Mapping[str, Any], str]:
 
 
 def _read_rope(
-    reader: ConfigReader,
-    values: Mapping[str, Any],
-    key: str,
-    theta: float,
-    dim: int,
-    positions: int,
+    reader: ConfigReader, values: Mapping[str, Any], key: str, fallback: _Fallback
 ) -> RopeConfig:
-    rope = ConfigReader(values, f"{reader.source(key.partition('.')[0])}: {key}", "rope")
+    rope = ConfigReader(values, f"{reader.file}: {key}", "rope", f"{reader.label}: {key}")
     kind = _kind(rope)
     _check_partial(reader, rope)
-    original = reader.optional_size("original_max_position_embeddings")
+    theta = rope.optional("rope_theta", float, record=False)
+    original = "original_max_position_embeddings"
     config = RopeConfig(
         kind=kind,
-        theta=rope.get("rope_theta", theta, float),
-        dim=dim,
-        max_positions=positions,
-        original_positions=original
-        or rope.optional_size("original_max_position_embeddings")
-        or positions,
-        truncate=rope.get("truncate", True, bool),
+        theta=fallback.theta if theta is None else theta,
+        dim=fallback.dim,
+        max_positions=fallback.positions,
+        original_positions=reader.optional_size(original)
+        or rope.optional_size(original)
+        or fallback.positions,
+        truncate=rope.get("truncate", True, bool) if kind == "yarn" else True,
         **{name: rope.optional(name, float) for name in _NUMBERS},
     )
     _check(rope, config)
-    stated = {s.name: s.value for s in rope.settings if not s.source.startswith("default")}
-    reader.settings.append(Setting(f"{key}.kind", kind, rope.file if values else "default of rope"))
-    reader.settings += [Setting(f"{key}.{n}", v, rope.file) for n, v in stated.items()]
+    _report(reader, rope, key, config)
     return config
+
+
+def _report(reader: ConfigReader, rope: ConfigReader, key: str, config: RopeConfig) -> None:
+    """Pass the settings on, each under its own name, and name keys that mean nothing here."""
+    default = f"default of {reader.architecture}"
+    stated = bool(rope.values.keys() & {"rope_type", "type"})
+    reader.record(f"{key}.kind", config.kind, rope.label if stated else default)
+    own, outer = rope.has("rope_theta"), reader.has("rope_theta")
+    source = rope.label if own else reader.source("rope_theta") if outer else default
+    reader.record(f"{key}.theta", config.theta, source)
+    reader.settings += [Setting(f"{key}.{s.name}", s.value, s.source) for s in rope.settings]
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "truncate", *_NUMBERS}
+    unknown = sorted(rope.values.keys() - known - {"original_max_position_embeddings"})
+    if unknown:
+        reader.warn(f"{rope.file}: unknown settings are not used: {', '.join(unknown)}")
 
 
 _NUMBERS = (

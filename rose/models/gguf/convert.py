@@ -147,8 +147,7 @@ def _write_header(file: BinaryIO, plans: list[TensorPlan], dtype: str) -> None:
 
 
 def _write_tensor(gguf: GgufFile, plan: TensorPlan, file: BinaryIO, dtype: torch.dtype) -> None:
-    # Unquantised tensors come as a read-only view of the file, which torch does not take.
-    values = np.require(plan.change(gguf.read(plan.source)), requirements=["C", "W"])
+    values = np.ascontiguousarray(plan.change(gguf.read(plan.source)))
     tensor = torch.from_numpy(values.reshape(plan.shape)).to(dtype)
     if not torch.isfinite(tensor).all():
         raise gguf.error(f"tensor {plan.source!r} holds values too large for {dtype}")

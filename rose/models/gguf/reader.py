@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_BLOCK_ELEMENTS = 1 << 22
 _INSTALL = "reading GGUF files needs the package gguf: pip install 'rose-engine[gguf]'"
 
 
@@ -76,11 +77,23 @@ class GgufFile:
         Raises:
             ConvertError: the quantisation is not one that can be read, or a value is not finite.
         """
+        values = np.empty(self.shape(name), np.float32)
+        for rows in self._blocks(name):
+            values[rows] = self._dequantize(name, rows)
+        return values
+
+    def _blocks(self, name: str) -> list[slice]:
+        """Cut a tensor by its rows, because dequantising needs several times their size."""
+        length = self.shape(name)[0]
+        step = max(1, _BLOCK_ELEMENTS * length // max(int(self.tensors[name].n_elements), 1))
+        return [slice(start, start + step) for start in range(0, length, step)]
+
+    def _dequantize(self, name: str, rows: slice) -> NDArray[np.float32]:
         from gguf import dequantize
 
         tensor = self.tensors[name]
         try:
-            values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+            values = dequantize(tensor.data[rows], tensor.tensor_type)
         except NotImplementedError as e:
             kind = tensor.tensor_type.name
             raise self.error(
@@ -88,7 +101,7 @@ class GgufFile:
             ) from e
         if not np.isfinite(values).all():
             raise self.error(f"tensor {name!r} holds values that are not finite")
-        return values.reshape(self.shape(name))
+        return np.asarray(values)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, outermost dimension first (GGUF itself counts from the inner)."""

@@ -1,0 +1,69 @@
+"""Packs token ids into the batches that models take, for tests of any part."""
+
+from collections.abc import Sequence
+
+import torch
+
+from rose.kernels.attention import BACKENDS
+from rose.kernels.attention.base import (
+    AttentionBackend,
+    AttentionSpec,
+    KVPages,
+    PagedLayout,
+    RaggedLayout,
+)
+from rose.models.batch import TokenBatch
+
+PAGE = 4
+
+
+def reference_backend() -> AttentionBackend:
+    """The back end that every other one is measured by."""
+    return BACKENDS.load("torch_sdpa")()
+
+
+def cumulative(lengths: Sequence[int]) -> torch.Tensor:
+    """Where each sequence starts, and the total."""
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def ragged(sequences: Sequence[Sequence[int]]) -> tuple[TokenBatch, torch.Tensor]:
+    """Pack sequences without a cache; returns the batch and cu_seqlens."""
+    lengths = tuple(map(len, sequences))
+    cu_seqlens = cumulative(lengths)
+    plan = reference_backend().plan_ragged(RaggedLayout(cu_seqlens, lengths))
+    ids = torch.tensor([token for sequence in sequences for token in sequence])
+    return TokenBatch(ids, torch.cat([torch.arange(n) for n in lengths]), plan), cu_seqlens
+
+
+def new_pages(specs: Sequence[AttentionSpec], count: int) -> KVPages:
+    """A page pool for a model, full of NaN so that what is read too early shows."""
+    shape = (count, PAGE, specs[0].num_kv_heads, specs[0].head_dim)
+    keys, values = (tuple(torch.full(shape, torch.nan) for _ in specs) for _ in range(2))
+    return KVPages(keys, values)
+
+
+def paged(
+    pages: KVPages,
+    chunks: Sequence[tuple[int, Sequence[int]]],
+    first_pages: Sequence[int] | None = None,
+    share: int | None = None,
+) -> TokenBatch:
+    """Pack the next tokens of sequences: for each, how many are cached and the new ids.
+
+    A sequence owns `share` pages from its entry of `first_pages` on; by default the pool is
+    divided evenly.
+    """
+    share = share or (pages.num_pages - 1) // len(chunks)
+    first_pages = first_pages or [1 + share * row for row in range(len(chunks))]
+    table = torch.tensor([range(first, first + share) for first in first_pages], dtype=torch.int32)
+    queries = tuple(len(ids) for _, ids in chunks)
+    totals = tuple(cached + len(ids) for cached, ids in chunks)
+    positions = [torch.arange(cached, cached + len(ids)) for cached, ids in chunks]
+    slots = [
+        table[row, position // PAGE].long() * PAGE + position % PAGE
+        for row, position in enumerate(positions)
+    ]
+    layout = PagedLayout(cumulative(queries), queries, totals, table, torch.cat(slots))
+    ids = torch.tensor([token for _, sequence in chunks for token in sequence])
+    return TokenBatch(ids, torch.cat(positions), reference_backend().plan_paged(layout, pages))

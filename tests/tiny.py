@@ -1,0 +1,176 @@
+"""Tiny random checkpoints, written by the reference libraries, for tests of any part."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+WORDS = (
+    "kite",
+    "over",
+    "sea",
+    "red",
+    "the",
+    "a",
+    "green",
+    "tea",
+    "short",
+    "text",
+    "longer",
+    "words",
+)
+BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+DECODERS: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+def bert_vocabulary() -> list[str]:
+    """Special tokens, some words, and every letter, alone and within a word."""
+    pieces = [f"##{letter}" for letter in LETTERS]
+    return [*BERT_SPECIAL, *WORDS, *(c for c in LETTERS if c not in WORDS), *pieces]
+
+
+def bert_tokenizer(*, lowercase: bool = True) -> PreTrainedTokenizerFast:
+    """A WordPiece tokenizer: `[CLS] text [SEP]`."""
+    vocabulary = {token: index for index, token in enumerate(bert_vocabulary())}
+    backend = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+    special = dict(zip(names, BERT_SPECIAL, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+
+
+def decoder_tokenizer(*, end: bool = False, bos: bool = False) -> PreTrainedTokenizerFast:
+    """A letter-level tokenizer with `<end>`, which is the pad token too, and `<bos>`."""
+    tokens = ["<end>", "<bos>", "<unk>", " ", *LETTERS, *LETTERS.upper(), *"0123456789.,?!"]
+    backend = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, [], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    single = ("<bos> " if bos else "") + "$A" + (" <end>" if end else "")
+    backend.post_processor = processors.TemplateProcessing(
+        single=single, special_tokens=[("<end>", 0), ("<bos>", 1)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<end>",
+        eos_token="<end>",
+        bos_token="<bos>",
+        unk_token="<unk>",
+    )
+
+
+def bert_config(**overrides: object) -> BertConfig:
+    """A BERT of two layers and 32 channels."""
+    settings = {
+        "vocab_size": len(bert_vocabulary()),
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "max_position_embeddings": 40,
+    }
+    return BertConfig(**(settings | overrides))
+
+
+def save_bert(path: Path, *, seed: int = 0, masked_lm: bool = False, **overrides: object) -> Path:
+    """Write a tiny BERT with its tokenizer; weights are large enough for errors to show."""
+    config = bert_config(**overrides)
+    model = spread(BertForMaskedLM(config) if masked_lm else BertModel(config), seed)
+    model.save_pretrained(path)
+    bert_tokenizer().save_pretrained(path)
+    return path
+
+
+def decoder_config(kind: str, **overrides: object) -> PretrainedConfig:
+    """A decoder of three layers and 32 channels, four query heads and two key/value heads."""
+    settings = {
+        "vocab_size": 70,
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "max_position_embeddings": 256,
+        "eos_token_id": 0,
+        "bos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    if kind == "qwen3":
+        settings["head_dim"] = 16
+    return DECODERS[kind][0](**(settings | overrides))
+
+
+def save_decoder(
+    path: Path,
+    kind: str,
+    *,
+    seed: int = 0,
+    head: bool = True,
+    end: bool = False,
+    **overrides: object,
+) -> Path:
+    """Write a tiny causal LM, or without `head` its backbone, with a tokenizer."""
+    model = spread(DECODERS[kind][1](decoder_config(kind, **overrides)), seed)
+    (model if head else model.model).save_pretrained(path)
+    decoder_tokenizer(end=end).save_pretrained(path)
+    return path
+
+
+def spread(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+    """Give every parameter seeded values of a size at which a mistake is seen."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            is_norm = "norm" in name.lower() and name.endswith("weight")
+            parameter.copy_(1 + 0.2 * noise if is_norm else 0.3 * noise)
+    model.tie_weights()
+    return model.eval()
+
+
+def copy(source: Path, target: Path) -> Path:
+    """Copy a checkpoint, to change the copy."""
+    return Path(shutil.copytree(source, target))
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    """Set keys of a JSON file; the value `...` removes one. A new file is made if there is none."""
+    values = json.loads(path.read_text()) if path.exists() else {}
+    values = {key: value for key, value in (values | changes).items() if value is not ...}
+    path.write_text(json.dumps(values))
+
+
+def edit_tensors(folder: Path, change: "object") -> None:
+    """Pass all tensors of a folder's model.safetensors through a function of a dict."""
+    file = folder / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    changed = change(tensors)  # type: ignore[operator]
+    save_file({n: t.contiguous().clone() for n, t in changed.items()}, file, {"format": "pt"})
