@@ -1,19 +1,25 @@
 """ROSE: one engine that serves LLMs, embedders and rerankers."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rose._version import __version__
 
 if TYPE_CHECKING:
+    from rose.runtime.options import SamplingParams
     from rose.serving.local import Engine
+    from rose.serving.local_generation import Completion
 
-__all__ = ["Engine", "__version__"]
+__all__ = ["Completion", "Engine", "SamplingParams", "__version__"]
 
-_LAZY = {"Engine": "rose.serving.local"}
+_LAZY = {
+    "Completion": "rose.serving.local_generation",
+    "Engine": "rose.serving.local",
+    "SamplingParams": "rose.runtime.options",
+}
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import the public classes on first use, so that `import rose` stays free of torch."""
     if name not in _LAZY:
         raise AttributeError(f"module 'rose' has no attribute {name!r}")

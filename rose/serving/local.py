@@ -1,6 +1,7 @@
 """`rose.Engine`: a model in this process, without a server."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -14,9 +15,11 @@ from rose.models.output import finish
 from rose.runtime.build import ModelOptions, build
 from rose.runtime.embedding import EmbedBatch, EmbeddingRuntime
 from rose.runtime.errors import NonFiniteError, RequestError
-from rose.runtime.options import OUTPUT_DTYPES, EmbedOptions, OutputDtype
+from rose.runtime.options import OUTPUT_DTYPES, EmbedOptions, OutputDtype, SamplingParams
 from rose.runtime.queue import EmbedJob, EmbedQueue, JobSlice
+from rose.serving.gateway.detokenization import TokenTable
 from rose.serving.gateway.tokenization import Tokenizer
+from rose.serving.local_generation import Completion, LocalGenerator
 
 if TYPE_CHECKING:
     from rose.runtime.lazy import LazyTensor
@@ -62,8 +65,10 @@ class Engine:
         attention: str = "auto",
         max_model_len: int | None = None,
         max_batch_tokens: int | None = None,
-        deterministic: bool = False,
+        max_num_seqs: int = 32,
+        kv_cache_memory: int | None = None,
         tasks: Sequence[str] = (),
+        deterministic: bool = False,
     ) -> None:
         """Load a model folder.
 
@@ -74,8 +79,10 @@ class Engine:
             attention: name of an attention back end, or "auto".
             max_model_len: longest input in tokens; None is what the checkpoint says.
             max_batch_tokens: tokens of a batch; None measures what is best, in about a second.
+            max_num_seqs: sequences that are generated at one time.
+            kv_cache_memory: bytes for keys and values; None is a share of the free memory.
+            tasks: "embed", "generate"; none is what the checkpoint is for.
             deterministic: run each text alone, so that its vector is bit-equal in any company.
-            tasks: what to load it for, such as "embed"; nothing is what the checkpoint is for.
 
         Raises:
             CheckpointError: the folder cannot be served; the message says why.
@@ -88,12 +95,15 @@ class Engine:
             attention=attention,
             max_model_len=max_model_len,
             max_batch_tokens=max_batch_tokens,
-            deterministic=deterministic,
+            max_num_seqs=max_num_seqs,
+            kv_cache_memory=kv_cache_memory,
             tasks=tuple(tasks),
+            deterministic=deterministic,
         )
         self._served = build(options)
         loaded = self._served.loaded
         self._tokenizer = Tokenizer.from_card(loaded.card, loaded.tokenizer_json)
+        self._local_generator: LocalGenerator | None = None
 
     @property
     def card(self) -> ModelCard:
@@ -184,6 +194,52 @@ class Engine:
         rows = self._run(runtime, encoded.ids, encoded.pool_from, progress)
         return finish(rows, options, facts.normalize)
 
+    def generate(
+        self,
+        prompts: Text | Sequence[Text],
+        params: SamplingParams | None = None,
+        *,
+        stop: Sequence[str] = (),
+        progress: Progress | None = None,
+    ) -> list[Completion]:
+        """Continue prompts: texts, or lists of token ids, which are used as they are.
+
+        Args:
+            prompts: one prompt or a sequence of them.
+            params: how tokens are chosen, and when an output ends.
+            stop: texts that end an output; they do not appear in it.
+            progress: called with (prompts done, prompts in all).
+
+        Returns:
+            A completion per prompt, in their order.
+
+        Raises:
+            RequestError: a prompt or a parameter does not fit; the others are cancelled then.
+            NonFiniteError: the model computed NaN for a prompt.
+        """
+        items = _as_list(prompts)
+        found: dict[int, Completion] = {}
+        runs = self._generator().run(self._prompt_ids(items), params or SamplingParams(), stop)
+        with closing(runs):
+            for index, outcome in runs:
+                if isinstance(outcome, Exception):
+                    raise outcome
+                found[index] = outcome
+                if progress:
+                    progress(len(found), len(items))
+        return [found[index] for index in range(len(items))]
+
+    def stream(
+        self, prompt: Text, params: SamplingParams | None = None, *, stop: Sequence[str] = ()
+    ) -> Iterator[str]:
+        """Continue one prompt; yields its text piece by piece.
+
+        Raises:
+            RequestError: the prompt or a parameter does not fit.
+        """
+        (ids,) = self._prompt_ids([prompt])
+        return self._generator().stream(ids, params or SamplingParams(), stop)
+
     def close(self) -> None:
         """Free the model."""
         self._served.close()
@@ -203,6 +259,21 @@ class Engine:
         if self._served.embedding is None or self.card.embedding is None:
             raise RequestError(f"model {self.card.name!r} cannot embed", "model")
         return self._served.embedding, self.card.embedding
+
+    def _generator(self) -> LocalGenerator:
+        if self._served.generation is None:
+            raise RequestError(f"model {self.card.name!r} cannot generate", "model")
+        if self._local_generator is None:
+            table = TokenTable(self._tokenizer.backend)
+            self._local_generator = LocalGenerator(self._served.generation, table)
+        return self._local_generator
+
+    def _prompt_ids(self, items: Sequence[Text]) -> list[Ids]:
+        """Return the ids of prompts; the runtime checks them."""
+        strings = iter(self._tokenizer.encode([item for item in items if isinstance(item, str)]))
+        return [
+            next(strings) if isinstance(item, str) else np.asarray(item, np.int32) for item in items
+        ]
 
     def _encode(self, items: Sequence[Text], prefix: str) -> list[Ids]:
         """Return the ids of each item, checked but for their number."""

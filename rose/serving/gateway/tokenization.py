@@ -62,6 +62,11 @@ class Tokenizer:
             raise TokenizationError(f"{card.name}: tokenizer.json: {error}") from error
         return cls(backend, card.tokenizer)
 
+    @property
+    def backend(self) -> tokenizers.Tokenizer:
+        """The library's tokenizer, which nobody may change."""
+        return self._backend
+
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[Ids]:
         """Token ids of each text, as many as it has. Releases the GIL; uses several cores."""
         found: list[Ids] = []
