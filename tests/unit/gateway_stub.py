@@ -8,11 +8,14 @@ import hashlib
 import sys
 from pathlib import Path
 
+import httpx
 import numpy as np
+import uvicorn
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from rose.models.card import EmbeddingCard, ModelCard, TokenizerCard
 from rose.serving.client_api import EmbedAnswer
+from rose.serving.gateway import GatewaySettings, create_app
 from rose.serving.protocol import Stats
 
 WORDS = "a red kite over the hill word fine text query document : , . ! 1 2 3 [ ] un ##s ##ing ##ed"
@@ -36,7 +39,12 @@ def tokenizer_json(cls=True, specials=True):
 
 
 def card(name="stub", **changes):
-    embedding = changes.pop("embedding", {})
+    embedding = {
+        "dimensions": 16,
+        "normalize": True,
+        "pooling": "mean",
+        **changes.pop("embedding", {}),
+    }
     tokenizer = changes.pop("tokenizer", {})
     facts = {
         "name": name,
@@ -51,10 +59,10 @@ def card(name="stub", **changes):
         "tokenizer": TokenizerCard(
             **{"special_tokens": {"cls_token": "[CLS]", "sep_token": "[SEP]"}, **tokenizer}
         ),
-        "embedding": EmbeddingCard(
-            **{"dimensions": 16, "normalize": True, "pooling": "mean", **embedding}
-        ),
+        "embedding": EmbeddingCard(**embedding),
     }
+    if "embed" not in changes.get("tasks", ("embed",)):
+        facts["embedding"] = None
     return ModelCard(**{**facts, **changes})
 
 
@@ -116,11 +124,55 @@ class StubClient:
         return rows.astype(kind)
 
 
+class Http:
+    """Sends requests straight into an application, without a socket."""
+
+    def __init__(self, clients=None, **settings):
+        self.client = StubClient()
+        self.app = create_app(clients or {"stub": self.client}, GatewaySettings(**settings))
+
+    def send(self, method, path, **request):
+        return self.gather((method, path, request))[0]
+
+    def gather(self, *requests):
+        """Several requests at one time."""
+
+        async def all_of_them():
+            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://rose") as client:
+                sent = (
+                    client.request(method, path, **request) for method, path, request in requests
+                )
+                return await asyncio.gather(*sent)
+
+        return asyncio.run(all_of_them())
+
+    def get(self, path, **request):
+        return self.send("GET", path, **request)
+
+    def post(self, path, body=None, **request):
+        """A body as it is, or a value that becomes JSON."""
+        if isinstance(body, bytes):
+            request["headers"] = {"Content-Type": "application/json", **request.get("headers", {})}
+            return self.send("POST", path, content=body, **request)
+        return self.send("POST", path, json=body, **request)
+
+    def embed(self, **fields):
+        return self.post("/v1/embeddings", fields)
+
+
+def error_of(response, status=400):
+    """The error object of an answer, after checking that it is one of OpenAI's form."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"]
+    return body["error"]
+
+
 def main():
-    import uvicorn
-
-    from rose.serving.gateway import GatewaySettings, create_app
-
     client = StubClient()
     if sys.argv[1:]:
         source = (Path(sys.argv[1]) / "tokenizer.json").read_bytes()

@@ -74,6 +74,7 @@ def _entry(
     }
     if path != operation.path:
         entry["description"] = f"The same as `{_plain(operation.path)}`."
+        entry["x-alias-of"] = _plain(operation.path)
     if parameters := _parameters(path):
         entry["parameters"] = parameters
     if operation.body is not None:

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -11,6 +11,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rose.models.card import TokenizerCard
@@ -18,6 +19,8 @@ from rose.models.card import TokenizerCard
 MAX_CHARS = 64 << 20
 MAX_SECONDS = 10.0
 MAX_RANGE_ITEMS = 1_000_000
+MAX_FACTOR_SUM = 10_000
+MAX_EXPONENT_SUM = 1_000
 
 
 class TemplateError(ValueError):
@@ -88,14 +91,28 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 @lru_cache(maxsize=1)
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> "_Environment":
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """A sandbox in which products stay small: `'a' * 10 ** 10` would take all memory."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401
+        size = sum(len(x) if isinstance(x, Sized) else abs(int(x)) for x in (left, right))
+        if operator == "**" and size > MAX_EXPONENT_SUM:
+            raise TemplateError("it computes a number that is too large")
+        if any(isinstance(x, Sized) for x in (left, right)) and size > MAX_FACTOR_SUM:
+            raise TemplateError("it repeats a text too often")
+        return super().call_binop(context, operator, left, right)
 
 
 class _Generation(Extension):
