@@ -62,7 +62,7 @@ class PagePool:
             )
         self.num_pages = num_pages
         self.page_size = page_size
-        self._caching = prefix_caching
+        self.caching = prefix_caching
         self._refs = [0] * num_pages
         self._free = list(range(num_pages - 1, PADDING_PAGE, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -158,7 +158,7 @@ class PagePool:
             f"page {page} was registered with {len(tokens)} tokens"
         )
         orphan = isinstance(parent, int) and parent not in self._live_serials
-        if not self._caching or orphan:
+        if not self.caching or orphan:
             return parent
         key = PageKey(parent, tuple(tokens))
         if key not in self._page_of:

@@ -16,16 +16,19 @@ the tokens that fit into the pool. A prompt is refused if it leaves no room for 
 `max_tokens` beyond the limit is not an error, the sequence then ends by "length" at the limit.
 """
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Collection, Hashable
 from collections.abc import Sequence as SequenceOf
 from itertools import count
 from operator import attrgetter
 
 from rose.runtime.errors import RequestError
-from rose.runtime.kv_cache import PagePool
+from rose.runtime.kv_cache import CachedPrefix, PagePool
 from rose.runtime.options import Priority, SamplingParams
 from rose.runtime.sequence import Finish, Outcome, PlanRow, Sequence, Status, StepPlan
+
+WORTH_WAITING_FOR = 64
+"""Tokens of a prompt from which on it waits for an equal one that is being computed."""
 
 BULK_HANDICAP = 256
 """Bulk work is served as if that many requests had come before it: later, but not never."""
@@ -223,25 +226,55 @@ class Scheduler:
         budget = self._max_step_tokens - plan.num_tokens
         while self._waiting and budget > 0 and len(self._running) < self._max_num_seqs:
             sequence = self._waiting[0]
-            if sequence in self._leaving or not self._slots or not self._place(sequence):
+            if sequence in self._leaving or not self._slots:
                 break  # nobody overtakes
+            prefix = self._find(sequence)
+            if self._is_coming(sequence, prefix) or not self._place(sequence, prefix):
+                break
             del self._waiting[0]
             insort(self._running, sequence, key=_rank)
             sequence.status = Status.RUNNING
             sequence.slot = self._slots.pop()
             budget -= self._take_up(plan, sequence, budget)
 
-    def _place(self, sequence: Sequence) -> bool:
-        """Find or allocate the pages of all known tokens; False, and no change, if too few.
-
-        One page stays free for each running sequence to grow into, lest the newcomer be preempted
-        in the next step. At least the last token is computed: it brings the next one.
-        """
-        tokens = sequence.token_ids
-        limit = len(tokens) - 1
+    def _find(self, sequence: Sequence) -> CachedPrefix:
+        """Find what is cached of a sequence, all but its last token: that brings the next one."""
+        limit = len(sequence.token_ids) - 1
         if sequence.params.prompt_logprobs is not None:
             limit = min(limit, sequence.prompt_rows)
-        prefix = self.pool.find(tokens, sequence.params.cache_salt, limit)
+        return self.pool.find(sequence.token_ids, sequence.params.cache_salt, limit)
+
+    def _is_coming(self, sequence: Sequence, prefix: CachedPrefix) -> bool:
+        """Whether most of what a sequence lacks is being computed: a system prompt, n choices.
+
+        It then waits and finds the pages, instead of computing the same beside the other.
+        """
+        if not self.pool.caching or sequence.params.prompt_logprobs is not None:
+            return False
+        found = len(prefix.pages)
+        lacking = len(sequence.token_ids) - found * self.pool.page_size
+        for other in self._running:
+            shared = self._shared_pages(sequence, other)
+            gain = (shared - found) * self.pool.page_size
+            if shared > other.registered and gain >= max(WORTH_WAITING_FOR, lacking / 2):
+                return True
+        return False
+
+    def _shared_pages(self, one: Sequence, other: Sequence) -> int:
+        """Count the leading full pages, but for the last token of `one`, that are equal."""
+        if one.params.cache_salt != other.params.cache_salt:
+            return 0
+        size, a, b = self.pool.page_size, one.token_ids, other.token_ids
+        most = min(len(a) - 1, len(b)) // size
+        return bisect_left(range(1, most + 1), True, key=lambda n: a[: n * size] != b[: n * size])
+
+    def _place(self, sequence: Sequence, prefix: CachedPrefix) -> bool:
+        """Share the pages found and allocate the rest; False, and no change, if too few.
+
+        One page stays free for each running sequence to grow into, lest the newcomer be preempted
+        in the next step.
+        """
+        tokens = sequence.token_ids
         needed = self.pool.pages_for(len(tokens)) - len(prefix.pages)
         taken = needed + self.pool.count_idle(prefix.pages)
         if taken + len(self._running) > self.pool.available:

@@ -312,6 +312,30 @@ def test_a_prompt_sent_again_is_found_up_to_its_last_token(length):
             assert sequence.cached_tokens == (length - 1) // 4 * 4
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("tail", [0, 20])
+def test_a_prompt_waits_for_an_equal_one_instead_of_computing_the_same(depth, tail):
+    rig = Rig(num_pages=200, seqs=8, tokens=150, model_len=300, depth=depth)
+    head = [(3 * i) % VOCAB for i in range(130)]
+    prompts = [[*head, *[n] * tail] for n in range(5)]
+    sequences = [rig.add(n, p, max_tokens=4, ignore_eos=True) for n, p in enumerate(prompts)]
+    rig.add("salted", prompts[0], max_tokens=4, cache_salt="x", ignore_eos=True)
+    rig.drain()
+    assert [s.cached_tokens for s in sequences] == [0, *[128] * 4]
+    for n, prompt in enumerate(prompts):
+        rig.assert_solo(n, prompt, max_tokens=4, ignore_eos=True)
+    rig.assert_solo("salted", prompts[0], max_tokens=4, ignore_eos=True)
+
+
+def test_prompts_that_share_little_do_not_wait():
+    rig = Rig(num_pages=300, seqs=8, tokens=600, model_len=300)
+    rig.add("a", [1] * 80 + [2] * 100)
+    rig.add("b", [1] * 80 + [3] * 100)
+    rig.add("c", [1] * 40 + [4] * 2)
+    assert [row.sequence.request_id for row in rig.launch().rows] == ["a", "b", "c"]
+    rig.drain()
+
+
 def test_the_output_of_a_turn_is_found_by_the_next_turn():
     rig = Rig(num_pages=20)
     rig.add(1, [1, 2, 3], max_tokens=7, ignore_eos=True)
@@ -441,7 +465,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.rig = Rig(num_pages=8, page_size=2, seqs=3, tokens=5, model_len=12)
-        self.rig.pool._caching = self.CACHING
+        self.rig.pool.caching = self.CACHING
         self.requests = {}
         self.dropped = set()
 
@@ -511,7 +535,22 @@ class UncachedSchedulerMachine(SchedulerMachine):
     CACHING = False
 
 
+class WaitingSchedulerMachine(SchedulerMachine):
+    """The same where a prompt waits for the smallest page that another computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr("rose.runtime.scheduler.WORTH_WAITING_FOR", 2)
+
+    def teardown(self):
+        super().teardown()
+        self.patch.undo()
+
+
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
 TestUncachedScheduler = UncachedSchedulerMachine.TestCase
 TestUncachedScheduler.settings = settings(max_examples=30, stateful_step_count=50, deadline=None)
+TestWaitingScheduler = WaitingSchedulerMachine.TestCase
+TestWaitingScheduler.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
