@@ -5,6 +5,7 @@ Transformer module's settings if it is a number, else the smaller of the tokeniz
 `model_max_length` and the position table. A truncation baked into tokenizer.json has no say.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from rose.models.architecture import ModelConfig
@@ -23,6 +24,42 @@ def transformer_settings(folder: CheckpointFolder) -> tuple[dict[str, Any], str]
         if settings:
             return settings, name
     return {}, TRANSFORMER_CONFIGS[0]
+
+
+def check_transformer_settings(settings: Mapping[str, Any], file: str) -> list[str]:
+    """Refuse what would change the input or the output of the backbone; return warnings.
+
+    Raises:
+        CheckpointError: a setting that ROSE does not follow.
+    """
+    task = settings.get("transformer_task") or "feature-extraction"
+    if task != "feature-extraction":
+        raise CheckpointError(f"{file}: transformer_task: {task!r} is not supported")
+    output = settings.get("module_output_name") or "token_embeddings"
+    if output != "token_embeddings":
+        raise CheckpointError(f"{file}: module_output_name: {output!r} is not supported")
+    _check_modalities(settings.get("modality_config"), file)
+    for key in ("query_length", "document_length", "query_expansion"):
+        if settings.get(key) is not None:
+            raise CheckpointError(f"{file}: {key}: multi-vector models are not supported")
+    unread = [key for key in ("processing_kwargs", "tokenizer_name_or_path") if settings.get(key)]
+    return [f"{file}: {key} is not used" for key in unread]
+
+
+def _check_modalities(modalities: object, file: str) -> None:
+    if modalities is None:
+        return
+    where = f"{file}: modality_config"
+    if not isinstance(modalities, dict) or not isinstance(modalities.get("text"), dict):
+        raise CheckpointError(f"{where}: an entry for text is expected, found {modalities!r}")
+    if "message" in modalities:
+        raise CheckpointError(
+            f"{where}: texts of this model pass through its chat template, which is not supported "
+            "for embeddings; without the entry 'message' they are embedded as they are"
+        )
+    output = modalities["text"].get("method_output_name", "last_hidden_state")
+    if modalities["text"].get("method", "forward") != "forward" or output != "last_hidden_state":
+        raise CheckpointError(f"{where}: text: {modalities['text']} is not supported")
 
 
 def max_length(

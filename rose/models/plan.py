@@ -13,7 +13,7 @@ from rose.models.architecture import Architecture, ModelConfig
 from rose.models.card import Task
 from rose.models.config import CONFIG_FILE, CheckpointFolder, ConfigReader, Setting
 from rose.models.errors import CheckpointError
-from rose.models.limits import max_length, transformer_settings
+from rose.models.limits import check_transformer_settings, max_length, transformer_settings
 from rose.models.recipe import Recipe, read_modules, read_recipe, transformer_path
 from rose.models.registry import ARCHITECTURES
 from rose.models.weight_files import WeightFiles, find_weight_files
@@ -76,6 +76,9 @@ def plan_checkpoint(
     recipe = read_recipe(folder, causal=config.causal) if "embed" in chosen else None
     limit, limit_warnings = max_length(core, config, max_model_len, embeds="embed" in chosen)
     transformer, transformer_file = transformer_settings(core)
+    checked = (
+        check_transformer_settings(transformer, str(core.path / transformer_file)) if recipe else []
+    )
     lowercase = _lowercase(transformer, str(core.path / transformer_file))
     plan = Plan(
         folder=folder,
@@ -99,7 +102,8 @@ def plan_checkpoint(
         *([Setting("do_lower_case", True, transformer_file)] if lowercase else []),
         *(recipe.settings if recipe else ()),
     ]
-    plan.warnings = [*reader.warnings, *limit_warnings, *(recipe.warnings if recipe else ())]
+    plan.warnings = [*reader.warnings, *limit_warnings, *checked]
+    plan.warnings += recipe.warnings if recipe else ()
     return plan
 
 

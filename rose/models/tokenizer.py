@@ -18,6 +18,7 @@ TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 _TEMPLATE_FILE = "chat_template.jinja"
 _TEMPLATE_FOLDER = "additional_chat_templates"
+_BERT_CLASSES = ("BertTokenizer", "BertTokenizerFast")
 _SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
@@ -30,6 +31,7 @@ def read_tokenizer_json(folder: CheckpointFolder) -> bytes:
         CheckpointError: there is no tokenizer.json and none can be built, or it is damaged.
     """
     tokenizer = _load_tokenizer(folder)
+    _apply_bert_options(tokenizer, folder)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer.to_str().encode()
@@ -45,6 +47,22 @@ def _load_tokenizer(folder: CheckpointFolder) -> Tokenizer:
     except Exception as error:
         path = folder.path / TOKENIZER_FILE
         raise CheckpointError(f"{path}: not a usable tokenizer: {error}") from error
+
+
+def _apply_bert_options(tokenizer: Tokenizer, folder: CheckpointFolder) -> None:
+    """Let tokenizer_config.json win over tokenizer.json, as BERT's tokenizer class does."""
+    config = folder.json(TOKENIZER_CONFIG) or {}
+    model_type = (folder.json("config.json") or {}).get("model_type")
+    kind = config.get("tokenizer_class") or ("BertTokenizer" if model_type == "bert" else None)
+    normalizer = tokenizer.normalizer
+    if kind not in _BERT_CLASSES or not isinstance(normalizer, BertNormalizer):
+        return
+    tokenizer.normalizer = BertNormalizer(
+        clean_text=normalizer.clean_text,
+        handle_chinese_chars=config.get("tokenize_chinese_chars", normalizer.handle_chinese_chars),
+        strip_accents=config.get("strip_accents", normalizer.strip_accents),
+        lowercase=config.get("do_lower_case", normalizer.lowercase),
+    )
 
 
 def _build_tokenizer(folder: CheckpointFolder) -> Tokenizer:

@@ -24,6 +24,7 @@ _DTYPES = {
     "float16": (torch.float16, "F16"),
     "float32": (torch.float32, "F32"),
 }
+_BLOCK_ELEMENTS = 1 << 22
 _POOLING = {1: "mean_tokens", 2: "cls_token", 3: "lasttoken"}  # gguf.PoolingType
 
 
@@ -147,11 +148,12 @@ def _write_header(file: BinaryIO, plans: list[TensorPlan], dtype: str) -> None:
 
 
 def _write_tensor(gguf: GgufFile, plan: TensorPlan, file: BinaryIO, dtype: torch.dtype) -> None:
-    values = np.ascontiguousarray(plan.change(gguf.read(plan.source)))
-    tensor = torch.from_numpy(values.reshape(plan.shape)).to(dtype)
-    if not torch.isfinite(tensor).all():
-        raise gguf.error(f"tensor {plan.source!r} holds values too large for {dtype}")
-    file.write(tensor.view(torch.uint8).numpy().data)
+    values = torch.from_numpy(np.ascontiguousarray(plan.change(gguf.read(plan.source))))
+    for block in values.flatten().split(_BLOCK_ELEMENTS):
+        converted = block.to(dtype)
+        if not torch.isfinite(converted).all():
+            raise gguf.error(f"tensor {plan.source!r} holds values too large for {dtype}")
+        file.write(converted.view(torch.uint8).numpy().data)
 
 
 def _write_json(path: Path, content: dict[str, Any] | list[dict[str, Any]]) -> None:

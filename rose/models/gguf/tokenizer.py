@@ -13,7 +13,7 @@ from tokenizers import pre_tokenizers as pre
 from rose.models.errors import ConvertError
 from rose.models.gguf.reader import GgufFile
 
-_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # gguf.TokenType
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # gguf.TokenType
 _PADDING = re.compile(r"\[PAD\d+\]")  # rows that only round the embedding up
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -244,6 +244,14 @@ def _copy_tokenizer(gguf: GgufFile, origin: Path, folder: Path) -> None:
     for name in ("tokenizer.json", *_BESIDE):
         if (origin / name).is_file():
             shutil.copyfile(origin / name, folder / name)
-    size = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
-    if size > (rows := gguf.shape("token_embd.weight")[0]):
-        raise ConvertError(f"{origin}: its tokenizer has {size} tokens, {gguf.path} only {rows}")
+    _check_same_tokens(gguf, Tokenizer.from_file(str(folder / "tokenizer.json")), origin)
+
+
+def _check_same_tokens(gguf: GgufFile, tokenizer: Tokenizer, origin: Path) -> None:
+    """Refuse another model's tokenizer. Ordinary tokens only: llama.cpp respells some others."""
+    for i, (token, kind) in enumerate(zip(_tokens(gguf), _token_types(gguf), strict=True)):
+        if kind == _NORMAL and (found := tokenizer.id_to_token(i)) != token:
+            raise ConvertError(
+                f"{origin}: its tokenizer is not that of {gguf.path}: "
+                f"token {i} is {found!r} there and {token!r} here"
+            )
