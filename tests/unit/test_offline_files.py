@@ -435,7 +435,7 @@ def test_columns_that_an_output_cannot_hold(tmp_path):
 
 # Work in progress
 
-FACTS = {"--dimensions": 8, "--keep": ["a"], "the content of model": "abc"}
+FACTS = {"--dimensions": 8, "--keep": ["a"], "MODEL": "abc"}
 
 
 def add(partial, content=b"x", **changes):
@@ -508,7 +508,7 @@ def test_other_facts_are_refused_with_what_differs(tmp_path):
     with open_partial(output) as partial:
         partial.resume(FACTS)
         add(partial)
-    other = {**FACTS, "--dimensions": None, "--keep": ["b"], "the content of model": "x"}
+    other = {**FACTS, "--dimensions": None, "--keep": ["b"], "MODEL": "x"}
     with (
         pytest.raises(OutputError) as caught,
         open_partial(output) as partial,
@@ -516,7 +516,7 @@ def test_other_facts_are_refused_with_what_differs(tmp_path):
         partial.resume(other)
     assert str(caught.value) == (
         f"{output}.partial was begun with something else: --dimensions was 8 and is not given; "
-        "--keep was ['a'] and is ['b']; the content of model has changed. "
+        "--keep was ['a'] and is ['b']; MODEL has other content. "
         "Give the same again to go on, or --restart to begin afresh."
     )
     with open_partial(output) as partial:

@@ -142,6 +142,7 @@ def _resumable(partial: Partial) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
+        partial.reload()  # it may have come between a chunk and its count
         if not partial.chunks:
             raise StoppedError("stopped before a first part was done: nothing is kept") from None
         raise StoppedError(
@@ -154,8 +155,7 @@ def _facts(job: EmbedFile, source: Source, plan: Plan) -> dict[str, Any]:
     """List what the numbers depend on, by the names that users know."""
     options = {f"--{name.replace('_', '-')}": getattr(job, name) for name in _FACTS}
     options["--max-batch-tokens"] = job.batch_tokens
-    model = f"the content of {plan.folder.path}"
-    return {"--column": source.column, **options, model: _digest_model(plan)}
+    return {"MODEL": _digest_model(plan), "--column": source.column, **options}
 
 
 def _digest_model(plan: Plan) -> str:

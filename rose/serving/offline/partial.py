@@ -55,7 +55,7 @@ class Partial:
         Raises:
             OutputError: it was begun with other facts; the message says which.
         """
-        self.chunks = self._read_journal()
+        self.reload()
         if not self.chunks:  # nothing depends on what an earlier run was given
             self._replace(self._path(MANIFEST), lambda file: file.write(msgspec.json.encode(facts)))
         then = msgspec.json.decode(self._path(MANIFEST).read_bytes(), type=dict[str, Any])
@@ -66,6 +66,10 @@ class Partial:
                 f"{self.folder} was begun with something else: {changes}. "
                 "Give the same again to go on, or --restart to begin afresh."
             )
+
+    def reload(self) -> None:
+        """Find the chunks that are complete."""
+        self.chunks = self._read_journal()
 
     def add(self, chunk: DoneChunk, write: Callable[[BinaryIO], object]) -> None:
         """Save the next chunk."""
@@ -157,7 +161,7 @@ def _sync(file: BinaryIO) -> None:
 
 def _describe(key: str, then: object, now: object) -> str:
     if not key.startswith("--"):
-        return f"{key} has changed"
+        return f"{key} has other content"
     return f"{key} was {_show(then)} and is {_show(now)}"
 
 
