@@ -5,19 +5,14 @@ parameters of each sequence and the index of the token to come. The device then 
 (`Sampler.sample`) without waiting for the host. What depends on the tokens themselves, the counts
 behind the penalties, stays on the device.
 
-A row's token depends on its own logits, parameters, seed and index, never on its neighbours:
-
-- Its random number is a hash of (seed, index), so it is the same in any batch.
-- Probabilities become integers (units of 2**-44) held in float64. Sums of those are exact, hence
-  the same in any order of addition, whatever kernel the batch's shape selects.
-- top_k, top_p and min_p cut by value (tokens as likely as the last one kept stay too), and the
-  token is found by inverting the cumulative distribution in the order of the ids.
+A row's token depends on its own logits, parameters, seed and index, never on its neighbours: its
+random number is a hash of (seed, index), and `rose.kernels.sampling` draws each row by itself.
 
 Log-probabilities are those of the model's own logits, before every step of `SamplingParams`.
 
-Shape letters: B rows of the batch, S rows sampled at random, F rows with top_k or top_p, P rows
-with penalties, K rows of the table of counts, G rows with a grammar, L rows with
-log-probabilities, T tokens, V vocabulary, N most likely tokens, W words of 32 bits.
+Shape letters: B rows of the batch, S rows drawn at random, P rows with penalties, K rows of the
+table of counts, G rows with a grammar, L rows with log-probabilities, T tokens, V vocabulary, N
+most likely tokens, W words of 32 bits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,6 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rose.kernels.sampling import BLOCK, Knobs, draw
 from rose.runtime.sampling_plan import (
     Bias,
     CountSlots,
@@ -60,8 +56,6 @@ __all__ = [
     "unpack",
 ]
 
-UNIT = 2.0**44  # probability 1 as an integer; sums over any vocabulary stay below 2**53
-CANDIDATES = (512, 8192)  # how many of the most likely tokens to look at before all are sorted
 IN_PROMPT = 1 << 30  # flag of a token of the prompt in the table of counts
 
 
@@ -109,7 +103,7 @@ class Sampler:
         """
         return SamplingBatch(
             size=len(states),
-            random=plan_random(states, indices),
+            random=plan_random(states, indices, self.vocab_size),
             penalties=self._slots.plan(states, indices),
             bias=plan_bias(states, self.vocab_size),
             bans=plan_bans(states, indices, self.vocab_size),
@@ -134,8 +128,8 @@ class Sampler:
         final_BV = self._process(raw_BV, batch)
         best_B, token_ids_B = final_BV.max(-1)
         status_B = _status(best_B, None if final_BV is raw_BV else raw_BV)
-        if batch.random is not None:
-            self._draw(final_BV, best_B, token_ids_B, batch.random)
+        for group in batch.random:
+            self._draw(final_BV, token_ids_B, group)
         if batch.penalties is not None:
             self._count(token_ids_B, batch.penalties)
         packed = self._pack(raw_BV, token_ids_B, status_B, batch.logprobs)
@@ -166,16 +160,14 @@ class Sampler:
     def _penalise(self, out_BV: Tensor, plan: Penalties) -> None:
         for refill in plan.refills:
             self._refill(refill)
-        rows_P = self._put(plan.rows)
-        repetition_P1, presence_P1, frequency_P1 = self._put(plan.values)[:, :, None]
-        counts_PV = self._counts_KV.index_select(0, self._put(plan.slots))
-        x_PV = out_BV.index_select(0, rows_P)
-        scaled_PV = torch.where(x_PV > 0, x_PV / repetition_P1, x_PV * repetition_P1)
-        x_PV = torch.where(counts_PV != 0, scaled_PV, x_PV)
-        counts_PV &= IN_PROMPT - 1
-        x_PV -= frequency_P1 * counts_PV
-        x_PV -= presence_P1 * (counts_PV > 0)
-        out_BV.index_copy_(0, rows_P, x_PV)
+        rows_P, slots_P = self._put(plan.rows), self._put(plan.slots)
+        values_3P1 = self._put(plan.values)[:, :, None]
+        size = len(rows_P) if out_BV.is_cuda else max(1, BLOCK // self.vocab_size)
+        for at in (slice(start, start + size) for start in range(0, len(rows_P), size)):
+            x_PV = out_BV.index_select(0, rows_P[at])
+            counts_PV = self._counts_KV.index_select(0, slots_P[at])
+            x_PV = _penalised(x_PV, counts_PV, values_3P1[:, at], plan)
+            out_BV.index_copy_(0, rows_P[at], x_PV)
 
     def _refill(self, refill: Refill) -> None:
         missing = refill.slot + 1 - len(self._counts_KV)
@@ -202,24 +194,13 @@ class Sampler:
         masked_GV = out_BV.index_select(0, rows_G).masked_fill_(~allowed_GV, -torch.inf)
         out_BV.index_copy_(0, rows_G, masked_GV)
 
-    def _draw(
-        self, logits_BV: Tensor, best_B: Tensor, token_ids_B: Tensor, plan: RandomRows
-    ) -> None:
-        """Replace the ids of the rows that are drawn at random."""
+    def _draw(self, logits_BV: Tensor, token_ids_B: Tensor, plan: RandomRows) -> None:
+        """Replace the ids of rows that are drawn at random."""
         rows_S = self._put(plan.rows)
         if len(plan.rows) < len(logits_BV):
-            logits_BV, best_B = logits_BV.index_select(0, rows_S), best_B.index_select(0, rows_S)
-        uniform_S1, temperature_S1, top_p_S1, min_p_S1 = self._put(plan.controls)[:, :, None]
-        weights_SV = _weights(logits_BV, best_B[:, None], temperature_S1)
-        floor_S1 = min_p_S1 * weights_SV.amax(-1, keepdim=True)
-        if len(plan.cut_rows):
-            rows_F, k_F = self._put(plan.cut_rows), plan.top_k[plan.cut_rows]
-            weights_FV, top_p_F1 = weights_SV.index_select(0, rows_F), top_p_S1[rows_F]
-            cutoff_F1 = _cutoff(weights_FV, self._put(k_F)[:, None], top_p_F1, int(k_F.max()))
-            floor_S1[rows_F] = torch.maximum(floor_S1[rows_F], cutoff_F1)
-        if len(plan.cut_rows) or plan.controls[3].any():
-            weights_SV = weights_SV.masked_fill_(weights_SV < floor_S1, 0.0)
-        token_ids_B.index_copy_(0, rows_S, _invert(weights_SV, uniform_S1))
+            logits_BV = logits_BV.index_select(0, rows_S)
+        knobs = Knobs(*self._put(plan.knobs)[:, :, None])
+        token_ids_B.index_copy_(0, rows_S, draw(logits_BV, knobs, plan.cut))
 
     def _pack(
         self, raw_BV: Tensor, token_ids_B: Tensor, status_B: Tensor, plan: Logprobs | None
@@ -235,6 +216,19 @@ class Sampler:
         return torch.cat([head_B2, tail_BN], 1)
 
 
+def _penalised(x_PV: Tensor, counts_PV: Tensor, values_3P1: Tensor, plan: Penalties) -> Tensor:
+    """Logits after the penalties; both arguments may be overwritten."""
+    repetition_P1, presence_P1, frequency_P1 = values_3P1
+    if (plan.values[0] != 1).any():
+        scaled_PV = torch.where(x_PV > 0, x_PV / repetition_P1, x_PV * repetition_P1)
+        x_PV = torch.where(counts_PV != 0, scaled_PV, x_PV)
+    if plan.values[1:].any():
+        counts_PV &= IN_PROMPT - 1
+        x_PV -= frequency_P1 * counts_PV
+        x_PV -= presence_P1 * (counts_PV > 0)
+    return x_PV
+
+
 def _status(best_B: Tensor, raw_BV: Tensor | None) -> Tensor:
     """`RowStatus` as int64 [B]. The maximum of a row carries its NaN or +inf.
 
@@ -245,67 +239,6 @@ def _status(best_B: Tensor, raw_BV: Tensor | None) -> Tensor:
         broken_B |= ~(raw_BV.amax(-1) < torch.inf)
     status_B = (best_B == -torch.inf).long() * RowStatus.ALL_BANNED
     return status_B.masked_fill_(broken_B, RowStatus.NON_FINITE)
-
-
-def _weights(logits_SV: Tensor, best_S1: Tensor, temperature_S1: Tensor) -> Tensor:
-    """Probabilities in integer units of 1 / UNIT, float64 [S, V].
-
-    The shift by the maximum comes first: it puts the most likely token at 0 for any temperature.
-    """
-    scaled_SV = (logits_SV - best_S1).div_(temperature_S1.float())
-    return scaled_SV.softmax(-1).double().mul_(UNIT).floor_()
-
-
-def _cutoff(weights_FV: Tensor, top_k_F1: Tensor, top_p_F1: Tensor, k_max: int) -> Tensor:
-    """The least weight [F, 1] that top_k, and then top_p among those, keep.
-
-    Sorting a vocabulary costs far more than finding its largest few, so first it looks at few.
-    Whether they are enough is known beforehand from top_k; for top_p it takes a look at the
-    result, which is free on a CPU only.
-    """
-    vocab_size = weights_FV.shape[-1]
-    for count in CANDIDATES:
-        known = k_max <= count
-        if count < vocab_size and (known or not weights_FV.is_cuda):
-            cutoff_F1, true_F1 = _cutoff_among(weights_FV, count, top_k_F1, top_p_F1)
-            if known or bool(true_F1.all()):
-                return cutoff_F1
-    return _cutoff_among(weights_FV, vocab_size, top_k_F1, top_p_F1)[0]
-
-
-def _cutoff_among(
-    weights_FV: Tensor, count: int, top_k_F1: Tensor, top_p_F1: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The cutoff seen from the `count` largest weights, and whether it is the true one."""
-    largest_FN = _largest(weights_FV, count)
-    unlimited_F1 = top_k_F1 >= weights_FV.shape[-1]
-    kth_F1 = largest_FN.gather(1, top_k_F1.clamp(max=count) - 1).masked_fill(unlimited_F1, 0.0)
-    kept_F1 = torch.where(weights_FV >= kth_F1, weights_FV, 0.0).sum(-1, keepdim=True)
-    goal_F1 = top_p_F1 * kept_F1
-    sums_FN = largest_FN.cumsum(-1)
-    needed_F1 = (sums_FN - largest_FN < goal_F1).sum(-1, keepdim=True).clamp(min=1)
-    pth_F1 = largest_FN.gather(1, needed_F1 - 1)
-    true_F1 = (top_k_F1 <= count) | (unlimited_F1 & (sums_FN[:, -1:] >= goal_F1))
-    return torch.maximum(kth_F1, pth_F1), true_F1
-
-
-def _largest(weights_FV: Tensor, count: int) -> Tensor:
-    """The `count` largest weights of each row, largest first."""
-    if count < weights_FV.shape[-1]:
-        return weights_FV.topk(count, dim=-1).values
-    return weights_FV.sort(dim=-1, descending=True).values
-
-
-def _invert(weights_SV: Tensor, uniform_S1: Tensor) -> Tensor:
-    """The id [S] at which the cumulative weight passes `uniform` of the whole.
-
-    uniform is at most 1 - 2**-53, so the product rounds to less than the whole, and the id found
-    has a weight above 0. A row without any weight (it failed) gives some valid id.
-    """
-    sums_SV = weights_SV.cumsum(-1)
-    goal_S1 = uniform_S1 * sums_SV[:, -1:]
-    found_S1 = torch.searchsorted(sums_SV, goal_S1, right=True)
-    return found_S1.squeeze(1).clamp_(max=weights_SV.shape[-1] - 1)
 
 
 def unpack_bits(words_GW: Tensor, width: int) -> Tensor:

@@ -1,8 +1,8 @@
 """The host's side of sampling: what is kept of each sequence, the plan of a step, its outcome.
 
-Shape letters: B rows of the batch, S rows sampled at random, F rows with top_k or top_p, P rows
-with penalties, L rows with log-probabilities, G rows with a grammar, E edits of single logits,
-V vocabulary, N most likely tokens, W words of 32 bits.
+Shape letters: B rows of the batch, S rows drawn at random, P rows with penalties, L rows with
+log-probabilities, G rows with a grammar, E edits of single logits, V vocabulary, N most likely
+tokens, W words of 32 bits.
 """
 
 import os
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from rose.kernels.sampling import FEW, Cut
 from rose.runtime.options import SamplingParams
 
 GREEDY_BELOW = 1e-5  # temperatures under this one take the most likely token
@@ -128,7 +129,6 @@ class SamplingState:
         self.temperature = min(params.temperature, FLOAT32_MAX) if sampled else 1.0
         self.top_p = params.top_p if params.top_p < 1 else 1.0
         self.min_p = min(params.min_p, 1.0) if params.min_p > 0 else 0.0
-        self.cuts = self.top_k < vocab_size or self.top_p < 1
 
     def _settle_penalties(self) -> None:
         p = self.params
@@ -150,12 +150,11 @@ def _float32(values: Sequence[float]) -> Float32s:
 
 
 class RandomRows(NamedTuple):
-    """The rows that are drawn at random."""
+    """Rows that are drawn at random and cut in the same way."""
 
+    cut: Cut
     rows: Ints  # [S]
-    controls: Floats  # [4, S]: uniform number, temperature, top_p, min_p
-    top_k: Ints  # [S]
-    cut_rows: Ints  # [F]: those with top_k or top_p, counted within the S rows
+    knobs: Floats  # [5, S], in the order of `Knobs`
 
 
 class Refill(NamedTuple):
@@ -201,7 +200,7 @@ class SamplingBatch:
     """The plan of one step, all of it on the host. What no row needs is None."""
 
     size: int
-    random: RandomRows | None
+    random: list[RandomRows]
     penalties: Penalties | None
     bias: Bias | None
     bans: Ints | None  # [E], positions in the flat [B * V] logits
@@ -252,22 +251,34 @@ class CountSlots:
         return self._given - 1
 
 
-def plan_random(states: Sequence[SamplingState], indices: Sequence[int]) -> RandomRows | None:
+def plan_random(
+    states: Sequence[SamplingState], indices: Sequence[int], vocab_size: int
+) -> list[RandomRows]:
     """Plan the rows that are drawn at random, with their random numbers."""
-    rows = [row for row, state in enumerate(states) if not state.greedy]
-    if not rows:
-        return None
+    groups: dict[Cut, list[int]] = {}
+    for row, state in enumerate(states):
+        if not state.greedy:
+            groups.setdefault(_cut(state, vocab_size), []).append(row)
+    return [_plan_group(cut, rows, states, indices) for cut, rows in groups.items()]
+
+
+def _cut(state: SamplingState, vocab_size: int) -> Cut:
+    if state.top_k <= FEW < vocab_size:
+        return Cut.FEW
+    if state.top_k < vocab_size or state.top_p < 1:
+        return Cut.ANY
+    return Cut.FLOOR if state.min_p > 0 else Cut.NONE
+
+
+def _plan_group(
+    cut: Cut, rows: list[int], states: Sequence[SamplingState], indices: Sequence[int]
+) -> RandomRows:
     chosen = [states[row] for row in rows]
     keys = np.array([state.key for state in chosen], np.uint64)
-    controls = np.empty((4, len(rows)))
-    controls[0] = uniforms(keys, np.array([indices[row] for row in rows], np.int64))
-    controls[1:] = np.array([(s.temperature, s.top_p, s.min_p) for s in chosen]).T
-    return RandomRows(
-        np.array(rows, np.int64),
-        controls,
-        np.array([s.top_k for s in chosen], np.int64),
-        np.array([i for i, s in enumerate(chosen) if s.cuts], np.int64),
-    )
+    knobs = np.empty((5, len(rows)))
+    knobs[0] = uniforms(keys, np.array([indices[row] for row in rows], np.int64))
+    knobs[1:] = np.array([(s.temperature, s.top_k, s.top_p, s.min_p) for s in chosen]).T
+    return RandomRows(cut, np.array(rows, np.int64), knobs)
 
 
 def plan_bias(states: Sequence[SamplingState], vocab_size: int) -> Bias | None:
