@@ -15,7 +15,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 
 from rose.models.card import EmbeddingCard, ModelCard, TokenizerCard
 from rose.serving.client_api import EmbedAnswer
-from rose.serving.gateway import GatewaySettings, create_app
+from rose.serving.gateway.app import create_app
+from rose.serving.gateway.settings import GatewaySettings
 from rose.serving.protocol import Stats
 
 WORDS = "a red kite over the hill word fine text query document : , . ! 1 2 3 [ ] un ##s ##ing ##ed"
