@@ -5,6 +5,7 @@ too, where their format allows it.
 """
 
 import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -102,7 +103,9 @@ def _load_torch(path: Path) -> object:
     try:
         # Only zip files can be mapped; those of PyTorch before 1.6 are read into memory.
         mapped = _is_zip(path)
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pickles that are refused right after
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path}: refused, it holds more than tensors and could run code when loaded: {error}"

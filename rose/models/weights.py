@@ -93,9 +93,7 @@ def name_tensors(tensors: CheckpointTensors, wanted: Iterable[str]) -> NamedTens
     Raises:
         CheckpointError: two sets of tensors fit equally well.
     """
-    stored = {_modern(name): name for name in tensors}
-    if len(stored) != len(list(tensors)):
-        raise CheckpointError("the checkpoint has a norm's weights under both old and new names")
+    stored = _modern_names(tensors)
     prefix = _find_prefix(stored, set(wanted))
     names: dict[str, str] = {}
     for name, original in stored.items():
@@ -107,6 +105,19 @@ def name_tensors(tensors: CheckpointTensors, wanted: Iterable[str]) -> NamedTens
             )
         names[known] = original
     return NamedTensors(tensors, names, prefix)
+
+
+def _modern_names(tensors: CheckpointTensors) -> dict[str, str]:
+    """Map today's names to those in the file."""
+    stored: dict[str, str] = {}
+    for name in tensors:
+        modern = _modern(name)
+        if modern in stored:
+            raise CheckpointError(
+                f"tensors {name!r} and {stored[modern]!r} of {tensors.file(name)} are the same"
+            )
+        stored[modern] = name
+    return stored
 
 
 def _modern(name: str) -> str:

@@ -8,7 +8,6 @@ import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 
 
 @pytest.fixture(autouse=True)
