@@ -39,6 +39,7 @@ class Rig:
         depth=2,
         eos_ids=(),
         grammars=None,
+        on_arrival=None,
     ):
         self.pool = PagePool(num_pages, page_size, prefix_caching=caching)
         self.scheduler = Scheduler(
@@ -58,7 +59,11 @@ class Rig:
             eos_ids=eos_ids,
         )
         self.loop = GenerationLoop(
-            self.runtime, self.scheduler, max_in_flight=depth, grammars=grammars
+            self.runtime,
+            self.scheduler,
+            max_in_flight=depth,
+            grammars=grammars,
+            on_arrival=on_arrival,
         )
         self.outputs = {}
 

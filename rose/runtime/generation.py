@@ -82,7 +82,7 @@ class GenerationLoop:
     ) -> None:
         """Run what `scheduler` plans on `runtime`.
 
-        `on_arrival` is called, from the runtime's thread, whenever a step has arrived.
+        `on_arrival` is called, from whichever thread, whenever there is something to collect.
 
         With two steps in flight the device finds the next one ready when it ends one. With one,
         no step is in vain when a sequence ends, and a newcomer waits for one step less.
@@ -166,6 +166,8 @@ class GenerationLoop:
             lazy = self._runtime.step(plan)
         except Exception as error:  # noqa: BLE001 - reported for every sequence of the step
             self._unreported += self._fail(plan, error)
+            if self._on_arrival is not None:
+                self._on_arrival()
             return True
         self._flights.append(_Flight(plan, lazy))
         if self._on_arrival is not None:
@@ -182,7 +184,7 @@ class GenerationLoop:
         """
         events: list[Delta | Failed] = [*self._unreported]
         self._unreported.clear()
-        if self._flights and not events:
+        if self._flights and not events and timeout != 0:
             with suppress(Exception):  # a timeout is no error; one of the step is read below
                 self._flights[0].lazy.result(timeout)
         while self._flights and self._flights[0].lazy.done():

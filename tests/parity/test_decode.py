@@ -7,7 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rose.kernels.attention import BACKENDS
 from rose.models.loader import load
+from rose.runtime.embedding import EmbedBatch, EmbeddingRuntime
 from rose.runtime.kv_cache import PageKey
 from rose.runtime.options import SamplingParams
 from rose.runtime.worker import DeviceWorker
@@ -39,8 +41,17 @@ def llama(tmp_path_factory):
     return load(save_decoder(tmp_path_factory.mktemp("lm"), "llama"), dtype="float32").lm
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Work this small only loses by threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
-def worker():
+def worker(one_thread):
     worker = DeviceWorker()
     yield worker
     worker.close()
@@ -219,3 +230,24 @@ def test_random_prompts_over_three_tokens_with_and_without_prefix_cache(llama, w
     ours = [output.tokens for output in cached.run(requests)]
     assert ours == [output.tokens for output in plain.run(requests)]
     assert cached.loop.stats().prefix_hit_tokens > 20
+
+
+def test_generation_from_cached_pages_changes_no_vector(tmp_path, worker):
+    """One copy of the weights embeds and generates; vectors know nothing of pages or chunks."""
+    loaded = load(save_decoder(tmp_path, "qwen3"), dtype="float32", tasks=("embed", "generate"))
+    embedder = EmbeddingRuntime(loaded.embedding, BACKENDS.load("torch_sdpa")(), worker)
+    head = [9] * 40
+    texts = [[*head, 3], [*head, 4], [*head, 3]]
+    lengths = np.full(3, 41, np.int32)
+    batch = EmbedBatch(np.array(texts, np.int32).ravel(), lengths, np.zeros(3, np.int32))
+    before = embedder.step(batch).result(60)
+    rig = Rig(loaded.lm, worker, step_tokens=16)
+    for turn, text in enumerate(texts):
+        rig.add(turn, text, max_tokens=3)
+        rig.advance()
+        during = embedder.step(batch)
+        rig.drain()
+        assert torch.equal(during.result(60), before)
+    assert rig.outputs[2].cached_tokens == 40
+    assert torch.equal(before[0], before[2])
+    assert not torch.equal(before[0], before[1])

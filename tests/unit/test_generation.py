@@ -3,6 +3,7 @@
 import asyncio
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -59,8 +60,17 @@ class ToyModel(nn.Module):
         return self.head(hidden_SC)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Work this small only loses by threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
-def worker():
+def worker(one_thread):
     worker = DeviceWorker()
     yield worker
     worker.close()
@@ -236,32 +246,42 @@ def test_a_step_that_raises_fails_its_sequences_and_the_loop_goes_on(worker):
 def test_a_step_that_cannot_be_launched_fails_its_sequences(model):
     closed = DeviceWorker()
     closed.close()
-    rig = Rig(model, closed)
+    arrivals = []
+    rig = Rig(model, closed, on_arrival=lambda: arrivals.append(1))
     rig.add("a", [1, 2])
     assert rig.loop.advance()
+    assert arrivals == [1]
     rig.collect()
     assert "closed" in str(rig.outputs["a"].error)
     assert not rig.loop.has_work
     rig.scheduler.check()
 
 
-def test_cancel_at_any_moment_gives_everything_back(model, worker):
+def test_a_soak_with_cancels_at_any_moment_leaves_nothing_behind(model, worker):
     rng = np.random.default_rng(1)
     rig = Rig(model, worker, num_pages=17, seqs=4)
-    for n in range(120):
-        rig.add(n, rng.integers(0, VOCAB, rng.integers(1, 20)).tolist(), max_tokens=8)
-        if rng.random() < 0.5:
+    process = psutil.Process()
+    memory = []
+    for n in range(1200):
+        kind = {} if n % 3 else {"frequency_penalty": 1.0, "logprobs": 1, "prompt_logprobs": 1}
+        rig.add(n, rng.integers(0, VOCAB, rng.integers(1, 20)).tolist(), max_tokens=6, **kind)
+        if rng.random() < 0.8:
             rig.advance()
-        for victim in rng.integers(0, n + 5, 1):  # unknown and finished ids too, and some twice
-            if rng.random() < 0.3:
-                rig.loop.cancel(int(victim))
-        if rng.random() < 0.5:
+        if rng.random() < 0.3:
+            rig.loop.cancel(int(rng.integers(max(0, n - 5), n + 5)))  # some unknown, some ended
+        if rng.random() < 0.9:
             rig.collect()
         rig.scheduler.check()
-    rig.drain()
+        if n % 600 == 599:
+            rig.drain()
+            rig.outputs.clear()
+            memory.append(process.memory_info().rss)
     stats = rig.loop.stats()
+    assert stats.preemptions > 0
     assert (stats.sequences_running, stats.sequences_waiting, stats.kv_pages_used) == (0, 0, 0)
-    assert len(rig.runtime._sampler._slots._free) == rig.runtime._sampler._slots._given
+    slots = rig.runtime._sampler._slots
+    assert len(slots._free) == slots._given <= 8
+    assert memory[1] - memory[0] < 20 << 20
 
 
 def test_the_same_prompt_again_is_found_and_reported(model, worker):
@@ -316,6 +336,13 @@ def test_tokens_outside_the_vocabulary_are_refused(model, worker, bad):
         rig.loop.add("a", np.array([1, bad], np.int32), SamplingParams())
     assert caught.value.field == "prompt"
     assert not rig.loop.has_work
+
+
+def test_any_row_of_the_embedding_can_be_sampled_and_fed(model, worker):
+    last = VOCAB - 1  # beyond the tokenizer, perhaps: the model does not care
+    params = SamplingParams(max_tokens=5, temperature=0, logit_bias={last: 99.0})
+    (output,) = Rig(model, worker).run([([1], params)])
+    assert output.tokens == [last] * 5
 
 
 def test_a_grammar_needs_a_compiler(model, worker):
