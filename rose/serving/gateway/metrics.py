@@ -6,6 +6,7 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from rose.serving.gateway.generation_metrics import GenerationMetrics
 from rose.serving.gateway.models import ModelTable
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -65,6 +66,7 @@ class Metrics:
         self.tokenize_seconds = self._seconds("tokenize", "Time a request was tokenised.")
         self.queue_seconds = self._seconds("queue", "Time a request waited at the engine.")
         self.compute_seconds = self._seconds("compute", "Time a request was computed.")
+        self.generation = GenerationMetrics(registry)
         registry.register(_Engines(table))
 
     def exposition(self) -> bytes:

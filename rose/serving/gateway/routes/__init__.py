@@ -1,9 +1,11 @@
 """The routes of the API. A new module of them is one line here."""
 
 from rose.serving.gateway.operation import Operation
-from rose.serving.gateway.routes import embeddings, models, service, tokens
+from rose.serving.gateway.routes import chat, completions, embeddings, models, service, tokens
 
 OPERATIONS: tuple[Operation, ...] = (
+    *chat.OPERATIONS,
+    *completions.OPERATIONS,
     *embeddings.OPERATIONS,
     *models.OPERATIONS,
     *tokens.OPERATIONS,

@@ -1,0 +1,244 @@
+"""From a chat or completion request to the choices that the engine is asked for."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rose.models.card import ModelCard
+from rose.runtime.options import SamplingParams
+from rose.serving.gateway.choice import Choice
+from rose.serving.gateway.conversation import render_chat
+from rose.serving.gateway.detokenization import TokenTable
+from rose.serving.gateway.embedding_input import check_ids
+from rose.serving.gateway.errors import ApiError, bad_request
+from rose.serving.gateway.generation_schemas import (
+    ChatRequest,
+    CompletionRequest,
+)
+from rose.serving.gateway.sampling_fields import (
+    TextRules,
+    for_choice,
+    grammar_of,
+    max_tokens_of,
+    refuse,
+    sampling_of,
+    text_rules,
+)
+from rose.serving.gateway.tokenization import Ids, Tokenizer
+from rose.serving.gateway.tools import check_tools
+
+COMPLETION_TOKENS = 16
+
+_NO_CHAT = ("functions", "audio", "web_search_options", "chat_template", "echo")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt.
+
+    Attributes:
+        ids: int32 [tokens].
+        text: As the request has it; None if that has ids.
+        added: Leading special tokens that the tokenizer put before the text.
+    """
+
+    ids: Ids
+    text: str | None = None
+    added: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a request asks for.
+
+    Attributes:
+        choices: Those of the first prompt first; each prompt has `n`.
+    """
+
+    prompts: list[Prompt]
+    choices: list[Choice]
+    n: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is asked for every prompt of a request."""
+
+    sampling: SamplingParams
+    rules: TextRules
+    max_tokens: int | None
+    n: int
+
+
+def chat_wish(body: ChatRequest, card: ModelCard) -> Wish:
+    """Checks a chat request and reads how its answers are to be made.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    refuse(body, _NO_CHAT)
+    if body.function_call not in (None, "none"):
+        raise bad_request("'function_call' is not supported: use 'tool_choice'.", "function_call")
+    if body.modalities and body.modalities != ["text"]:
+        raise bad_request("'modalities': only text is supported.", "modalities")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise bad_request("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
+    check_tools(body)
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    return _wish(body, card, max_tokens_of(body, None, 1), logprobs=top)
+
+
+def completion_wish(body: CompletionRequest, card: ModelCard) -> Wish:
+    """Checks a completion request and reads how its continuations are to be made.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    refuse(body, ("suffix",))
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        message = f"'best_of' is {str(body.best_of)[:24]}; only the same as 'n' is supported."
+        raise bad_request(message, "best_of")
+    max_tokens = max_tokens_of(body, COMPLETION_TOKENS, 0 if body.echo else 1)
+    wish = _wish(body, card, max_tokens, logprobs=body.logprobs)
+    if not body.echo:
+        return wish
+    sampling = msgspec.structs.replace(wish.sampling, prompt_logprobs=body.logprobs)
+    return replace(wish, sampling=sampling)
+
+
+def _wish(
+    body: ChatRequest | CompletionRequest,
+    card: ModelCard,
+    max_tokens: int | None,
+    logprobs: int | None,
+) -> Wish:
+    assert card.generation is not None
+    sampling = msgspec.structs.replace(
+        sampling_of(body, card),
+        grammar=grammar_of(body.response_format, card.generation),
+        logprobs=logprobs,
+    )
+    return Wish(sampling, text_rules(body), max_tokens, body.n or 1)
+
+
+def plan_chat(body: ChatRequest, wish: Wish, card: ModelCard, tokenizer: Tokenizer) -> Plan:
+    """Renders and tokenises a conversation. CPU work: call it off the event loop.
+
+    Raises:
+        ApiError: 400, it is malformed or too long.
+    """
+    text = render_chat(body, card)
+    special = bool(body.add_special_tokens)
+    return _plan(_tokenized({"messages": text}, special, card, tokenizer), wish, card, tokenizer)
+
+
+def plan_completion(
+    body: CompletionRequest, wish: Wish, card: ModelCard, tokenizer: Tokenizer, max_choices: int
+) -> Plan:
+    """Tokenises prompts. CPU work: call it off the event loop.
+
+    Raises:
+        ApiError: 400, a prompt is empty, malformed or too long.
+    """
+    texts, rows = _prompt_form(body)
+    count = max(len(texts), len(rows))
+    if count * wish.n > max_choices:
+        message = f"'prompt' asks for {count} x {wish.n} choices; at most {max_choices} a request."
+        raise bad_request(message, "prompt")
+    if rows:
+        prompts = {place: _id_prompt(place, row, card) for place, row in rows.items()}
+    else:
+        special = body.add_special_tokens is not False
+        prompts = _tokenized(texts, special, card, tokenizer)
+    return _plan(prompts, wish, card, tokenizer)
+
+
+def context_limit(card: ModelCard) -> int:
+    """The most tokens, prompt and output, of one sequence."""
+    assert card.generation is not None
+    pages = card.generation.max_kv_tokens  # 0: not known
+    return min(card.max_model_len, pages) if pages else card.max_model_len
+
+
+@lru_cache(maxsize=16)
+def table_of(tokenizer: Tokenizer) -> TokenTable:
+    """The table that turns a tokenizer's ids into text; one for all requests."""
+    return TokenTable(tokenizer.backend)
+
+
+def _plan(prompts: Mapping[str, Prompt], wish: Wish, card: ModelCard, tokenizer: Tokenizer) -> Plan:
+    limit, table = context_limit(card), table_of(tokenizer)
+    choices: list[Choice] = []
+    for place, prompt in prompts.items():
+        room = _room(place, str(len(prompt.ids)), len(prompt.ids), wish, limit)
+        for number in range(wish.n):
+            sampling = for_choice(wish.sampling, wish.max_tokens, room, number)
+            choices.append(Choice(len(choices), prompt.ids, sampling, wish.rules, table))
+    return Plan(list(prompts.values()), choices, wish.n)
+
+
+def _tokenized(
+    texts: Mapping[str, str], special: bool, card: ModelCard, tokenizer: Tokenizer
+) -> dict[str, Prompt]:
+    limit = context_limit(card)
+    for place, text in texts.items():
+        if tokenizer.certainly_longer(text, limit):
+            raise _too_long(place, f"more than {2 * limit}", 1, limit)
+    rows = tokenizer.encode(list(texts.values()), add_special_tokens=special)
+    for place, row in zip(texts, rows, strict=True):
+        if not len(row):
+            raise bad_request(f"'{place}' is empty: there is nothing to go on from.", place)
+    added = len(tokenizer.prefix) if special else 0
+    return {
+        place: Prompt(row, text, added)
+        for (place, text), row in zip(texts.items(), rows, strict=True)
+    }
+
+
+def _room(place: str, found: str, tokens: int, wish: Wish, limit: int) -> int:
+    """How many tokens fit behind a prompt."""
+    needed = 0 if wish.max_tokens == 0 else 1
+    if tokens + needed > limit:
+        raise _too_long(place, found, needed, limit)
+    return limit - tokens
+
+
+def _too_long(place: str, found: str, needed: int, limit: int) -> ApiError:
+    message = (
+        f"'{place}' has {found} tokens; with at least {needed} of output it is more than the "
+        f"limit of {limit}."
+    )
+    return bad_request(message, place, "context_length_exceeded")
+
+
+def _prompt_form(
+    body: CompletionRequest,
+) -> tuple[dict[str, str], dict[str, Sequence[int]]]:
+    """The prompts as texts or as rows of ids, each under its place; one of them is empty."""
+    if body.prompt is None:
+        raise bad_request("'prompt' is missing.", "prompt")
+    if isinstance(body.prompt, str):
+        return {"prompt": body.prompt}, {}
+    items: Sequence[Any] = body.prompt
+    if not items:
+        raise bad_request("'prompt' is an empty list.", "prompt")
+    kind = type(items[0])
+    for i, item in enumerate(items):
+        if type(item) is not kind:
+            message = "'prompt' mixes texts, token ids and lists of token ids."
+            raise bad_request(message, f"prompt[{i}]")
+    if kind is int:
+        return {}, {"prompt": items}
+    named = {f"prompt[{i}]": item for i, item in enumerate(items)}
+    return (named, {}) if kind is str else ({}, named)
+
+
+def _id_prompt(place: str, row: Sequence[int], card: ModelCard) -> Prompt:
+    if not row:
+        raise bad_request(f"'{place}' is an empty list of token ids.", place)
+    check_ids(place, row, card.vocab_size)
+    return Prompt(np.array(row, np.int32))
