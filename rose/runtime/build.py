@@ -33,7 +33,7 @@ class ModelOptions:
 
     path: str
     name: str | None = None
-    device: str = "cpu"
+    device: str = "auto"
     dtype: str = "auto"
     attention: str = "auto"
     max_model_len: int | None = None
@@ -82,11 +82,11 @@ def build(options: ModelOptions) -> ServedModel:
         CheckpointError: the checkpoint cannot be served.
         ValueError: an option does not fit, for instance an attention back end that cannot serve it.
     """
-    _check_device(options.device)
+    device = choose_device(options.device)
     loaded = load(
         options.path,
         dtype=options.dtype,
-        device=options.device,
+        device=device,
         max_model_len=options.max_model_len,
         tasks=options.tasks or None,
         name=options.name,
@@ -95,9 +95,9 @@ def build(options: ModelOptions) -> ServedModel:
         options.attention,
         loaded.backbone.attention_specs,
         loaded.dtype,
-        torch.device(options.device),
+        loaded.device,
     )
-    worker = DeviceWorker(options.device)
+    worker = DeviceWorker(device)
     generation = _generation(loaded, backend, worker, options)
     served = ServedModel(
         loaded=loaded,
@@ -142,7 +142,7 @@ def _embedding_runtime(
         loaded.embedding,
         backend,
         worker,
-        device=options.device,
+        device=loaded.device,
         deterministic=options.deterministic,
     )
 
@@ -198,11 +198,16 @@ def _complete_card(card: ModelCard, generation: Generation | None) -> ModelCard:
     return replace(card, generation=facts)
 
 
-def _check_device(device: str) -> None:
-    """Raise ValueError for a device that torch does not know or that is not there."""
+def choose_device(name: str) -> str:
+    """Return the device to use: with "auto" a CUDA device if there is one, else the CPU.
+
+    Raises:
+        ValueError: torch does not know the device, or it is not there.
+    """
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, device=device)
+        torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"device {device!r} cannot be used: {str(error).splitlines()[0]}"
-        ) from None
+        raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+    return name

@@ -69,7 +69,7 @@ class EmbeddingRuntime:
         backend: AttentionBackend,
         worker: DeviceWorker,
         *,
-        device: str = "cpu",
+        device: str | torch.device = "cpu",
         deterministic: bool = False,
     ) -> None:
         """Serve `model` with `backend` on the device that `worker` launches for.

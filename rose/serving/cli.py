@@ -8,9 +8,13 @@ from typing import Annotated
 import typer
 
 from rose._version import __version__
+from rose.serving.commands.chat import chat
+from rose.serving.commands.convert import convert
 from rose.serving.commands.embed import embed
 from rose.serving.commands.engine import engine
 from rose.serving.commands.gateway import gateway
+from rose.serving.commands.inspect import inspect
+from rose.serving.commands.models import models
 from rose.serving.commands.serve import serve
 
 app = typer.Typer(
@@ -21,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (serve, engine, gateway, embed):
+for command in (serve, engine, gateway, embed, chat, convert, inspect, models):
     app.command()(command)
 
 

@@ -1,6 +1,6 @@
 """`rose.Engine`: a model in this process, without a server."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from rose.runtime.errors import NonFiniteError, RequestError
 from rose.runtime.options import OUTPUT_DTYPES, EmbedOptions, OutputDtype, SamplingParams
 from rose.runtime.queue import EmbedJob, EmbedQueue, JobSlice
 from rose.serving.gateway.detokenization import TokenTable
+from rose.serving.gateway.templates import render
 from rose.serving.gateway.tokenization import Tokenizer
 from rose.serving.local_generation import Completion, LocalGenerator
 
@@ -60,7 +61,7 @@ class Engine:
         self,
         model: str | Path,
         *,
-        device: str = "cpu",
+        device: str = "auto",
         dtype: str = "auto",
         attention: str = "auto",
         max_model_len: int | None = None,
@@ -74,7 +75,7 @@ class Engine:
 
         Args:
             model: the folder.
-            device: "cpu" or "cuda".
+            device: "cpu", "cuda", or "auto": a CUDA device if there is one.
             dtype: "auto", "float32", "bfloat16" or "float16".
             attention: name of an attention back end, or "auto".
             max_model_len: longest input in tokens; None is what the checkpoint says.
@@ -239,6 +240,31 @@ class Engine:
         """
         (ids,) = self._prompt_ids([prompt])
         return self._generator().stream(ids, params or SamplingParams(), stop)
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Render a conversation with the model's chat template, ready for the model's answer.
+
+        Args:
+            messages: dicts with "role" and "content".
+
+        Returns:
+            The prompt's token ids.
+
+        Raises:
+            TemplateError: the model has no chat template, or it refuses the messages.
+        """
+        text = render(self.card.tokenizer, messages, add_generation_prompt=True)
+        ids: list[int] = self._tokenizer.encode([text], add_special_tokens=False)[0].tolist()
+        return ids
+
+    def sampling_params(self, **values: Any) -> SamplingParams:  # noqa: ANN401 - as the class
+        """Make `SamplingParams` with the checkpoint's defaults for what is None or left out."""
+        facts = self.card.generation
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        defaults = {name: getattr(facts, name) for name in names} if facts else {}
+        given = {name: value for name, value in values.items() if value is not None}
+        known = {name: value for name, value in defaults.items() if value is not None}
+        return SamplingParams(**{**known, **given})
 
     def close(self) -> None:
         """Free the model."""

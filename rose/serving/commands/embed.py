@@ -90,7 +90,7 @@ def embed(
     output_dtype: Annotated[
         OutputDtype, typer.Option(help="Type of the numbers.", rich_help_panel=VECTORS)
     ] = "float32",
-    device: Device = "cpu",
+    device: Device = "auto",
     dtype: Dtype = "auto",
     attention: Attention = "auto",
     max_model_len: MaxModelLen = None,

@@ -9,10 +9,14 @@ from rose.serving.commands.options import (
     Deterministic,
     Device,
     Dtype,
+    KvCacheMemory,
     LogLevel,
     MaxBatchTokens,
     MaxModelLen,
+    MaxNumSeqs,
     Model,
+    Tasks,
+    parse_tasks,
 )
 
 
@@ -22,11 +26,14 @@ def engine(
     name: Annotated[
         str | None, typer.Option(help="Name for clients.", show_default="the folder's")
     ] = None,
-    device: Device = "cpu",
+    device: Device = "auto",
     dtype: Dtype = "auto",
     attention: Attention = "auto",
     max_model_len: MaxModelLen = None,
     max_batch_tokens: MaxBatchTokens = None,
+    max_num_seqs: MaxNumSeqs = 32,
+    kv_cache_memory: KvCacheMemory = None,
+    task: Tasks = None,
     deterministic: Deterministic = False,
     log_level: LogLevel = "info",
 ) -> None:
@@ -45,6 +52,9 @@ def engine(
         attention=attention,
         max_model_len=max_model_len,
         max_batch_tokens=max_batch_tokens,
+        max_num_seqs=max_num_seqs,
+        kv_cache_memory=kv_cache_memory,
+        tasks=parse_tasks(task),
         deterministic=deterministic,
     )
     run_engine(options, bind)

@@ -4,7 +4,15 @@ from typing import Annotated
 
 import typer
 
-from rose.serving.commands.options import ApiKeys, Host, LogLevel, Port
+from rose.serving.commands.options import (
+    ApiKeys,
+    Host,
+    LogLevel,
+    Port,
+    RequestTimeout,
+    StrictDimensions,
+    Truncate,
+)
 
 
 def gateway(
@@ -17,6 +25,9 @@ def gateway(
         int | None, typer.Option(help="A listening socket of the parent process.", hidden=True)
     ] = None,
     api_key: ApiKeys = None,
+    truncate: Truncate = False,
+    strict_dimensions: StrictDimensions = False,
+    request_timeout: RequestTimeout = 600.0,
     log_level: LogLevel = "info",
 ) -> None:
     """Run the HTTP gateway alone, in front of engines that run already or will."""
@@ -28,6 +39,11 @@ def gateway(
 
     die_with_parent()
     set_up_logging(log_level, "gateway")
-    settings = GatewaySettings(api_keys=tuple(api_key or ()))
+    settings = GatewaySettings(
+        api_keys=tuple(api_key or ()),
+        truncate=truncate,
+        strict_dimensions=strict_dimensions,
+        request_timeout_s=request_timeout,
+    )
     listener = listen(host, port) if listen_fd is None else socket.socket(fileno=listen_fd)
     run_gateway(engines, settings, listener)

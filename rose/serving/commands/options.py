@@ -1,11 +1,16 @@
 """Options that several commands share, and how they are written for a child process."""
 
-from typing import Annotated
+import re
+from typing import Annotated, get_args
 
 import typer
 
+from rose.models.card import Task
+
 Model = Annotated[str, typer.Argument(help="A model folder.", metavar="MODEL")]
-Device = Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1.")]
+Device = Annotated[
+    str, typer.Option(help="Where to run: cpu, cuda, cuda:1; auto takes a GPU if there is one.")
+]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Attention = Annotated[str, typer.Option(help="Attention back end, or auto.")]
 MaxModelLen = Annotated[
@@ -14,6 +19,36 @@ MaxModelLen = Annotated[
 MaxBatchTokens = Annotated[
     int | None,
     typer.Option(min=1, help="Tokens per batch.", show_default="measured at start-up"),
+]
+MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Sequences that are generated at one time.")]
+KvCacheMemory = Annotated[
+    int | None,
+    typer.Option(
+        parser=lambda text: parse_size(text),
+        metavar="SIZE",
+        help="Memory for keys and values of generation, such as 2GiB.",
+        show_default="a share of the free memory",
+    ),
+]
+Tasks = Annotated[
+    str | None,
+    typer.Option(
+        help="What to serve the model for: embed, generate, or both with a comma.",
+        show_default="what the checkpoint is for",
+    ),
+]
+StrictDimensions = Annotated[
+    bool,
+    typer.Option(
+        "--strict-dimensions",
+        help="Refuse `dimensions` that the checkpoint does not declare as trained for.",
+    ),
+]
+Truncate = Annotated[
+    bool, typer.Option("--truncate", help="Cut input that is too long unless a request says no.")
+]
+RequestTimeout = Annotated[
+    float, typer.Option(min=0.001, help="Seconds until an unanswered request ends with 504.")
 ]
 Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="Bit-equal vectors whatever else is in the batch.")
@@ -25,6 +60,35 @@ ApiKeys = Annotated[
     list[str] | None,
     typer.Option("--api-key", envvar="ROSE_API_KEY", help="Bearer key to ask for; repeatable."),
 ]
+
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_size(text: str) -> int:
+    """Read a size in bytes: 1048576, 512MB, 2GiB.
+
+    Raises:
+        ValueError: it is no size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
+    if match is None:
+        raise ValueError(f"{text!r} is no size; write it like 512MiB or 2GB")
+    return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+def parse_tasks(text: str | None) -> tuple[str, ...]:
+    """Read a list of tasks; None is none.
+
+    Raises:
+        ValueError: a name is no task.
+    """
+    names = tuple(name.strip() for name in text.split(",")) if text is not None else ()
+    known = get_args(Task)
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"--task: {unknown[0]!r} is none of {', '.join(known)}")
+    return names
 
 
 def as_options(**values: object) -> list[str]:

@@ -11,11 +11,18 @@ from rose.serving.commands.options import (
     Device,
     Dtype,
     Host,
+    KvCacheMemory,
     LogLevel,
     MaxBatchTokens,
     MaxModelLen,
+    MaxNumSeqs,
     Port,
+    RequestTimeout,
+    StrictDimensions,
+    Tasks,
+    Truncate,
     as_options,
+    parse_tasks,
 )
 
 
@@ -27,18 +34,25 @@ def serve(
     host: Host = "127.0.0.1",
     port: Port = 8000,
     api_key: ApiKeys = None,
-    device: Device = "cpu",
+    device: Device = "auto",
     dtype: Dtype = "auto",
     attention: Attention = "auto",
     max_model_len: MaxModelLen = None,
     max_batch_tokens: MaxBatchTokens = None,
+    max_num_seqs: MaxNumSeqs = 32,
+    kv_cache_memory: KvCacheMemory = None,
+    task: Tasks = None,
     deterministic: Deterministic = False,
+    truncate: Truncate = False,
+    strict_dimensions: StrictDimensions = False,
+    request_timeout: RequestTimeout = 600.0,
     log_level: LogLevel = "info",
 ) -> None:
     """Serve models over HTTP: one engine per model and a gateway, as one process tree."""
     from rose.serving.process import set_up_logging
     from rose.serving.supervisor import ChildFailedError, Supervisor, parse_models
 
+    parse_tasks(task)  # wrong ones are said here, before anything starts
     set_up_logging(log_level, "serve")
     supervisor = Supervisor(
         parse_models(models),
@@ -50,10 +64,18 @@ def serve(
             attention=attention,
             max_model_len=max_model_len,
             max_batch_tokens=max_batch_tokens,
+            max_num_seqs=max_num_seqs,
+            kv_cache_memory=kv_cache_memory,
+            task=task,
             deterministic=deterministic,
             log_level=log_level,
         ),
-        gateway_options=as_options(log_level=log_level),
+        gateway_options=as_options(
+            truncate=truncate,
+            strict_dimensions=strict_dimensions,
+            request_timeout=request_timeout,
+            log_level=log_level,
+        ),
         secrets={"ROSE_API_KEY": " ".join(api_key or ())},
     )
     try:

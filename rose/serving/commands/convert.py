@@ -1,0 +1,33 @@
+"""`rose convert`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(help="A GGUF file.", metavar="MODEL.gguf")],
+    out: Annotated[Path, typer.Argument(help="Folder to write; it must not exist.", metavar="OUT")],
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    tokenizer_from: Annotated[
+        Path | None,
+        typer.Option(help="Folder whose tokenizer.json to take, for SentencePiece models."),
+    ] = None,
+) -> None:
+    """Turn a GGUF file into a model folder: weights, config, tokenizer, chat template.
+
+    Example: rose convert SmolLM2.Q4_1.gguf models/SmolLM2
+    """
+    from rich.progress import Progress
+
+    from rose.models.gguf import convert_gguf
+
+    with Progress(transient=True) as bar:
+        task = bar.add_task("converting", total=None)
+
+        def show(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+
+        convert_gguf(source, out, dtype, show, tokenizer_from=tokenizer_from)
+    typer.echo(f"wrote {out}")

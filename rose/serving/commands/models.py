@@ -1,0 +1,30 @@
+"""`rose models`."""
+
+from typing import Annotated
+
+import typer
+
+
+def models(
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON, for machines.")] = False,
+) -> None:
+    """List the architectures that can be served.
+
+    The name is model_type in a checkpoint's config.json; rose inspect tells
+    what becomes of a checkpoint of yours.
+    """
+    import json
+
+    from rose.models.registry import ARCHITECTURES
+
+    tasks = {
+        name: ["embed", "generate"] if ARCHITECTURES.load(name).lm_head else ["embed"]
+        for name in ARCHITECTURES
+    }
+    if as_json:
+        typer.echo(json.dumps(tasks, indent=2))
+        return
+    width = max(len("architecture"), *map(len, tasks))
+    typer.echo(f"{'architecture':{width}}  tasks")
+    for name, can in tasks.items():
+        typer.echo(f"{name:{width}}  {', '.join(can)}")
