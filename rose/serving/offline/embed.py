@@ -11,7 +11,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +20,7 @@ import numpy as np
 from rose.models.plan import Plan, fingerprint, plan_checkpoint
 from rose.runtime.errors import NonFiniteError, RequestError
 from rose.runtime.options import OutputDtype
+from rose.serving.inspect import module_weights
 from rose.serving.offline.chunks import Chunk, cut_chunks
 from rose.serving.offline.errors import InputError, OutputError, StoppedError
 from rose.serving.offline.outputs import Output, WriteChunk, output_for
@@ -53,7 +54,7 @@ class EmbedFile:
     normalize: bool | None = None
     output_dtype: OutputDtype = "float32"
     truncate: bool = False
-    device: str = "cpu"
+    device: str = "auto"
     dtype: str = "auto"
     attention: str = "auto"
     max_model_len: int | None = None
@@ -65,7 +66,7 @@ class EmbedFile:
 
     @property
     def batch_tokens(self) -> int:
-        """Tokens of a batch."""
+        """Tokens of a batch; `device` is no longer "auto"."""
         default = BATCH_TOKENS_CPU if self.device == "cpu" else BATCH_TOKENS_GPU
         return self.max_batch_tokens or default
 
@@ -112,6 +113,7 @@ def embed_file(job: EmbedFile, display: Display) -> Summary:
     output = output_for(job.output, job.keep)
     source = open_source(job.input, column=job.column, keep=job.keep)
     plan = plan_checkpoint(job.model, max_model_len=job.max_model_len, tasks=("embed",))
+    job = replace(job, device=_choose_device(job.device))
     with open_partial(job.output) as partial, _resumable(partial):
         if job.restart:
             partial.clear()
@@ -134,6 +136,12 @@ def _check_output(job: EmbedFile) -> None:
         raise OutputError(f"{job.output} is a folder")
     if job.output.exists() and not job.force:
         raise OutputError(f"{job.output} exists already; --force replaces it")
+
+
+def _choose_device(name: str) -> str:
+    from rose.runtime.build import choose_device  # imports torch: only after the quick checks
+
+    return choose_device(name)
 
 
 @contextlib.contextmanager
@@ -161,12 +169,10 @@ def _facts(job: EmbedFile, source: Source, plan: Plan) -> dict[str, Any]:
 def _digest_model(plan: Plan) -> str:
     """Hash the model's small files and all bytes of its weights, wherever they lie."""
     digest = hashlib.sha256(fingerprint(plan, {}).encode())
-    modules = plan.recipe.modules if plan.recipe else ()
-    folders = [plan.folder.path / path for m in modules if (path := getattr(m, "path", ""))]
-    extra = [file for folder in folders for file in sorted(folder.iterdir()) if file.is_file()]
-    for path in (*plan.files.paths, *extra):
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+    for files in (plan.files, *module_weights(plan)):
+        for path in files.paths:
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
 
 

@@ -1,0 +1,178 @@
+"""Shows what ROSE reads from a checkpoint and will do with it. Free of torch; loads no weights."""
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rose.models.config import CheckpointFolder, Setting
+from rose.models.plan import Plan, plan_checkpoint
+from rose.models.recipe_modules import DenseModule, LayerNormModule
+from rose.models.tokenizer import TOKENIZER_CONFIG, read_tokenizer_card, read_tokenizer_json
+from rose.models.weight_files import TensorHeader, WeightFiles, find_weight_files, read_headers
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """One file of weights.
+
+    `tensors` and `dtypes` (tensors by dtype, such as {"BF16": 290}) are None for a PyTorch file,
+    which cannot be looked into without loading it.
+    """
+
+    file: str
+    bytes: int
+    tensors: int | None
+    dtypes: dict[str, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What there is to know of a checkpoint before it is loaded.
+
+    `dimensions` is the width of a vector, None for a model that does not embed. `parameters` counts
+    the elements of all tensors, None for PyTorch files.
+    """
+
+    path: str
+    architecture: str
+    tasks: tuple[str, ...]
+    max_model_len: int
+    dimensions: int | None
+    parameters: int | None
+    weights: list[WeightFile]
+    settings: list[Setting]
+    warnings: list[str]
+
+
+def inspect_checkpoint(
+    path: str, *, max_model_len: int | None = None, tasks: tuple[str, ...] = ()
+) -> Report:
+    """Read everything of a model folder but its weights.
+
+    Raises:
+        CheckpointError: it cannot be served; the message says why.
+    """
+    plan = plan_checkpoint(path, max_model_len=max_model_len, tasks=tasks or None)
+    read_tokenizer_json(plan.core)
+    files = [plan.files, *module_weights(plan)]
+    headers = [header for group in files for header in read_headers(group)]
+    return Report(
+        path=str(plan.folder.path),
+        architecture=plan.architecture.name,
+        tasks=plan.tasks,
+        max_model_len=plan.max_model_len,
+        dimensions=plan.recipe.dimensions(plan.config.hidden_size) if plan.recipe else None,
+        parameters=sum(h.elements for h in headers) if all(f.safetensors for f in files) else None,
+        weights=[_weight_file(plan, f, path, headers) for f in files for path in f.paths],
+        settings=[*plan.settings, *_tokenizer_settings(plan)],
+        warnings=plan.warnings,
+    )
+
+
+def module_weights(plan: Plan) -> list[WeightFiles]:
+    """Find the weights of the modules that follow the backbone.
+
+    Raises:
+        CheckpointError: a module has none.
+    """
+    modules = plan.recipe.modules if plan.recipe else ()
+    folders = [
+        module.path for module in modules if isinstance(module, DenseModule | LayerNormModule)
+    ]
+    return [find_weight_files(CheckpointFolder(plan.folder.path / folder)) for folder in folders]
+
+
+def _weight_file(
+    plan: Plan, files: WeightFiles, path: Path, headers: list[TensorHeader]
+) -> WeightFile:
+    name = str(path.relative_to(plan.folder.path))
+    size = path.stat().st_size
+    if not files.safetensors:
+        return WeightFile(name, size, None, None)
+    own = [header for header in headers if header.file == path]
+    return WeightFile(name, size, len(own), dict(Counter(header.dtype for header in own)))
+
+
+def _tokenizer_settings(plan: Plan) -> list[Setting]:
+    card = read_tokenizer_card(plan.core, lowercase=plan.lowercase)
+    config = plan.core.json(TOKENIZER_CONFIG) or {}
+    settings = [
+        Setting(name, text, TOKENIZER_CONFIG if config.get(name) else "special_tokens_map.json")
+        for name, text in card.special_tokens.items()
+    ]
+    if card.chat_templates:
+        names = ", ".join(sorted(card.chat_templates))
+        files = ("chat_template.jinja", "additional_chat_templates", TOKENIZER_CONFIG)
+        found = (name for name in files if (plan.core.path / name).exists())
+        settings.append(Setting("chat templates", names, next(found, "chat_template.json")))
+    return settings
+
+
+def as_json(report: Report) -> str:
+    """Write a report for machines: one JSON object with the fields of `Report`."""
+    import json
+
+    return json.dumps(asdict(report), indent=2, ensure_ascii=False, default=str)
+
+
+def print_report(report: Report, console: "Console") -> None:
+    """Write a report for people."""
+    console.print(f"{report.path}: {_summary(report)}\n", highlight=False, markup=False)
+    console.print(_settings_table(report.settings))
+    console.print(_weights_table(report))
+    for warning in report.warnings:
+        console.print(f"warning: {warning}", style="yellow", highlight=False, markup=False)
+
+
+def _summary(report: Report) -> str:
+    parts = [report.architecture, f"can {' and '.join(report.tasks)}"]
+    if report.dimensions is not None:
+        parts.append(f"vectors of {report.dimensions:,} numbers")
+    return ", ".join([*parts, f"up to {report.max_model_len:,} tokens"])
+
+
+def _settings_table(settings: list[Setting]) -> "Table":
+    table = _table("setting", "value", "source")
+    for setting in settings:
+        table.add_row(setting.name, _show(setting.value), setting.source)
+    return table
+
+
+def _weights_table(report: Report) -> "Table":
+    table = _table("weights", "tensors", "dtype", "size")
+    for file in report.weights:
+        dtypes = "known when loaded" if file.dtypes is None else ", ".join(sorted(file.dtypes))
+        tensors = "" if file.tensors is None else f"{file.tensors:,}"
+        table.add_row(file.file, tensors, dtypes, f"{file.bytes / 1e6:,.1f} MB")
+    if report.parameters is not None:
+        table.caption = f"{report.parameters / 1e6:,.1f} million parameters"
+    return table
+
+
+def _table(*columns: str) -> "Table":
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _show(value: Any) -> str:  # noqa: ANN401 - whatever a checkpoint says
+    from rich.markup import escape
+
+    if isinstance(value, str):
+        text = value if value.strip() == value and value else repr(value)
+    elif isinstance(value, tuple | list):
+        text = ", ".join(map(str, value))
+    elif isinstance(value, dict):
+        text = "\n".join(f"{key}: {item!r}" for key, item in value.items())
+    else:
+        text = str(value)
+    return escape(text)
