@@ -15,6 +15,9 @@ from rose.serving.gateway.metrics import CONTENT_TYPE
 from rose.serving.gateway.routes import OPERATIONS
 from tests.unit.gateway_stub import Http, StubClient, card, error_of
 
+# What needs another kind of model has tests of its own.
+OF_EMBEDDERS = [operation for operation in OPERATIONS if operation.tag != "Text generation"]
+
 
 @pytest.fixture
 def http():
@@ -394,7 +397,7 @@ def test_answers_are_as_openapi_says(http):
         "/tokenize": {"prompt": "a"},
         "/detokenize": {"tokens": [5]},
     }
-    for operation in OPERATIONS:
+    for operation in OF_EMBEDDERS:
         path = operation.path.replace("{model:path}", "stub")
         response = http.send(operation.method, path, json=bodies.get(path))
         assert response.status_code == 200, path
@@ -406,7 +409,7 @@ def test_answers_are_as_openapi_says(http):
 
 def test_examples_work(http):
     http.client.card = card(vocab_size=30_000)
-    for operation in OPERATIONS:
+    for operation in OF_EMBEDDERS:
         if operation.example:
             assert http.post(operation.path, operation.example).status_code == 200
 
