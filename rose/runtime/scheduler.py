@@ -254,6 +254,8 @@ class Scheduler:
         found = len(prefix.pages)
         lacking = len(sequence.token_ids) - found * self.pool.page_size
         for other in self._running:
+            if len(other.token_ids) // self.pool.page_size == other.registered:
+                continue  # all that it has can be found already
             shared = self._shared_pages(sequence, other)
             gain = (shared - found) * self.pool.page_size
             if shared > other.registered and gain >= max(WORTH_WAITING_FOR, lacking / 2):

@@ -1,5 +1,7 @@
 """The scheduler against a fake device, whose memory shows every page that is mixed up or reused."""
 
+import subprocess
+import sys
 from collections import deque
 
 import pytest
@@ -155,6 +157,11 @@ class Rig:
         tokens, finish = solo(prompt, SamplingParams(**params), self.scheduler.max_len)
         assert self.outputs[request_id] == tokens
         assert self.ended[request_id] == finish
+
+
+def test_the_scheduler_is_free_of_torch():
+    check = "import sys, rose.runtime.scheduler; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 
 def test_a_sequence_alone():
