@@ -42,7 +42,7 @@ def root(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; what a user can get wrong ends with one line and exit code 1."""
     try:
-        app(list(arguments) if arguments is not None else None)
+        app(list(arguments) if arguments is not None else None, prog_name="rose")
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except (ValueError, OSError) as error:

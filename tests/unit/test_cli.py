@@ -1,0 +1,246 @@
+"""The command line: help, mistakes, and the commands that load no model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+from rose import __version__
+from rose.models.registry import ARCHITECTURES
+from rose.serving import cli
+from tests.tiny import copy, edit_json, save_bert, save_decoder
+
+COMMANDS = typer.main.get_command(cli.app).commands
+HEAVY = {"torch", "pyarrow", "tokenizers", "numpy", "starlette", "zmq", "safetensors"}
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    return save_bert(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def rose(*arguments):
+    """Run the command line in this process and return its exit code."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main([str(argument) for argument in arguments])
+    return caught.value.code
+
+
+def imported_by(*arguments):
+    """Run the command line in a process of its own and return what it has imported."""
+    code = (
+        "import sys, atexit\n"
+        "from rose.serving.cli import main\n"
+        "atexit.register(lambda: print('\\n' + ' '.join(sys.modules)))\n"
+        f"main({[str(a) for a in arguments]!r})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return {name.partition(".")[0] for name in done.stdout.splitlines()[-1].split()}
+
+
+# Help and mistakes
+
+
+def test_help_imports_nothing_that_takes_time():
+    assert not imported_by("--help") & HEAVY
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_and_option_is_explained(name, capsys):
+    assert rose(name, "--help") == 0
+    assert f"rose {name}" in capsys.readouterr().out
+    command = COMMANDS[name]
+    assert command.help
+    assert [p.name for p in command.params if not p.hidden and not p.help] == []
+
+
+def test_embed_teaches_by_example(capsys):
+    assert rose("embed", "--help") == 0
+    assert "rose embed ./all-MiniLM-L6-v2 texts.txt -o vectors.npy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        (
+            "embed",
+            "--output -o --column --keep --prompt-name --prompt --truncate --dimensions "
+            "--normalize --no-normalize --output-dtype --device --dtype --attention "
+            "--max-model-len --max-batch-tokens --deterministic --chunk-size --force --restart "
+            "--log-level",
+        ),
+        ("inspect", "--task --max-model-len --json"),
+        ("models", "--json"),
+    ],
+)
+def test_flags_do_not_change_unnoticed(name, flags):
+    options = [p for p in COMMANDS[name].params if p.param_type_name == "option"]
+    found = [flag for p in options for flag in (*p.opts, *p.secondary_opts)]
+    assert found == flags.split()
+
+
+def test_the_version(capsys):
+    assert rose("--version") == 0
+    assert capsys.readouterr().out == f"rose {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["nothing"], ["embed"], ["embed", "m", "i"], ["serve", "-x"]]
+)
+def test_a_wrong_command_line_is_exit_code_2(arguments, capsys):
+    assert rose(*arguments) == 2
+    assert "Usage: rose" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["float64", ""])
+def test_a_wrong_choice_lists_the_right_ones(value, capsys):
+    assert rose("embed", "m", "a.txt", "-o", "a.npy", "--output-dtype", value) == 2
+    assert "'float16'" in capsys.readouterr().err
+
+
+def test_a_mistake_is_one_line_and_exit_code_1(tmp_path, capsys):
+    for command in (["inspect", tmp_path], ["embed", tmp_path, "no.txt", "-o", "a.npy"]):
+        assert rose(*command) == 1
+        assert capsys.readouterr().err.startswith("error: ")
+
+
+# rose models
+
+
+def test_models_lists_the_registry(capsys):
+    assert rose("models") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["architecture", "tasks"]
+    assert [line.split()[0] for line in lines[1:]] == list(ARCHITECTURES)
+    assert rose("models", "--json") == 0
+    tasks = json.loads(capsys.readouterr().out)
+    assert tasks["bert"] == ["embed"]
+    assert tasks["qwen3"] == ["embed", "generate"]
+
+
+# rose inspect
+
+
+def report_of(path, capsys, *options):
+    capsys.readouterr()
+    assert rose("inspect", path, "--json", *options) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def add_recipe(path, *extra):
+    """Make a sentence-transformers model of a checkpoint, with a Dense module of 8 outputs."""
+    modules = ["Transformer", "Pooling", *extra]
+    prefix = "sentence_transformers.models."
+    entries = [
+        {"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "", "type": prefix + kind}
+        for i, kind in enumerate(modules)
+    ]
+    (path / "modules.json").write_text(json.dumps(entries))
+    for entry in entries[1:]:
+        (path / entry["path"]).mkdir()
+    edit_json(path / "1_Pooling" / "config.json", pooling_mode_cls_token=True)
+    if "Dense" in extra:
+        torch.save({"linear.weight": torch.ones(8, 32)}, path / "2_Dense" / "pytorch_model.bin")
+        edit_json(path / "2_Dense" / "config.json", in_features=32, out_features=8, bias=False)
+    return path
+
+
+def test_inspect_tells_settings_with_their_sources(bert, capsys):
+    report = report_of(bert, capsys)
+    sources = {s["name"]: (s["value"], s["source"]) for s in report["settings"]}
+    assert sources["architecture"] == ("bert", "config.json: model_type")
+    assert sources["hidden_size"] == (32, "config.json")
+    assert sources["max_model_len"] == (40, "config.json")
+    assert sources["pooling"] == ("mean", "default of bidirectional models")
+    assert sources["cls_token"] == ("[CLS]", "tokenizer_config.json")
+    assert report["path"] == str(bert)
+    assert report["tasks"] == ["embed"]
+    assert report["dimensions"] == 32
+    assert any("no modules.json" in warning for warning in report["warnings"])
+
+
+def test_inspect_tells_of_the_weights(bert, capsys):
+    report = report_of(bert, capsys)
+    (file,) = report["weights"]
+    assert file["file"] == "model.safetensors"
+    assert file["bytes"] == (bert / "model.safetensors").stat().st_size
+    assert file["dtypes"] == {"F32": file["tensors"]}
+    assert report["parameters"] * 4 < file["bytes"] < report["parameters"] * 4 + 10_000
+
+
+def test_inspect_follows_the_recipe(bert, tmp_path, capsys):
+    path = add_recipe(copy(bert, tmp_path / "st"), "Dense", "Normalize")
+    report = report_of(path, capsys)
+    sources = {s["name"]: (s["value"], s["source"]) for s in report["settings"]}
+    assert sources["pooling"] == ("cls", "1_Pooling/config.json")
+    assert sources["normalize"] == (True, "modules.json")
+    assert report["dimensions"] == 8
+    assert report["warnings"] == []
+    assert [file["file"] for file in report["weights"]] == [
+        "model.safetensors",
+        "2_Dense/pytorch_model.bin",
+    ]
+    assert report["weights"][1]["tensors"] is None
+    assert report["parameters"] is None
+
+
+def test_inspect_honours_the_options(tmp_path, capsys):
+    path = save_decoder(tmp_path / "llm", "qwen3")
+    assert report_of(path, capsys)["tasks"] == ["generate"]
+    report = report_of(path, capsys, "--task", "embed", "--max-model-len", 77)
+    assert report["tasks"] == ["embed"]
+    assert report["max_model_len"] == 77
+    sources = {s["name"]: s["source"] for s in report["settings"]}
+    assert sources["max_model_len"] == "option --max-model-len"
+
+
+def test_inspect_prints_a_table(bert, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    path = add_recipe(copy(bert, tmp_path / "st"), "Normalize")
+    edit_json(
+        path / "config_sentence_transformers.json",
+        prompts={"query": "find [red]: ", "none": ""},
+        default_prompt_name="none",
+    )
+    assert rose("inspect", path) == 0
+    out = capsys.readouterr().out
+    words = [line.split() for line in out.splitlines()]
+    assert ["setting", "value", "source"] in words
+    assert ["max_model_len", "40", "config.json"] in words
+    assert ["normalize", "True", "modules.json"] in words
+    assert "query: 'find [red]: '" in out
+    assert any(line[:1] == ["model.safetensors"] and line[2] == "F32" for line in words)
+    assert rose("inspect", bert) == 0
+    assert "warning: the checkpoint has no modules.json" in capsys.readouterr().out
+
+
+def test_inspect_loads_nothing(bert):
+    assert "torch" not in imported_by("inspect", bert)
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "message"),
+    [
+        ("config.json", {"model_type": "bart"}, "model_type: 'bart' is not supported. Known: bert"),
+        ("config.json", {"hidden_size": "wide"}, "hidden_size: an integer is expected"),
+        ("modules.json", None, "modules.json: malformed JSON"),
+        ("model.safetensors", None, "has no weights"),
+        ("tokenizer.json", None, "tokenizer.json"),
+    ],
+)
+def test_inspect_says_why_a_folder_cannot_be_served(bert, tmp_path, capsys, file, changes, message):
+    path = copy(bert, tmp_path / "bad")
+    if changes is not None:
+        edit_json(path / file, **changes)
+    elif file == "modules.json":
+        Path(path / file).write_text("[")
+    else:
+        (path / file).unlink()
+    assert rose("inspect", path, "--json") == 1
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert message in error
