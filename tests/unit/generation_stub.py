@@ -134,7 +134,9 @@ class StubLLM:
                 token_ids=part,
                 finish=finish if start == steps[-1] else None,
                 logprobs=self._logprobs(part, sampling.logprobs),
-                prompt_logprobs=None if start else self._logprobs(ids[1:], sampling.prompt_logprobs),
+                prompt_logprobs=None
+                if start
+                else self._logprobs(ids[1:], sampling.prompt_logprobs),
                 cached_tokens=0 if start else self.cached,
             )
 
@@ -155,7 +157,9 @@ class StubLLM:
                 token_id=int(token),
                 logprob=self.logprob_of(int(token)),
                 top_ids=[int(token), *range(300, 300 + top - 1)][:top],
-                top_logprobs=[self.logprob_of(int(token)), *(-1.0 - i for i in range(top - 1))][:top],
+                top_logprobs=[self.logprob_of(int(token)), *(-1.0 - i for i in range(top - 1))][
+                    :top
+                ],
             )
             for token in tokens
         ]

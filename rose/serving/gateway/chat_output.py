@@ -11,6 +11,8 @@ from rose.serving.gateway.detokenization import TokenTable
 from rose.serving.gateway.generation_input import Plan
 from rose.serving.gateway.generation_schemas import (
     AnswerMessage,
+    AnswerToolCall,
+    CalledFunction,
     ChatAnswer,
     ChatChoice,
     ChatChunk,
@@ -22,6 +24,8 @@ from rose.serving.gateway.generation_schemas import (
 )
 from rose.serving.gateway.streaming import event
 from rose.serving.gateway.token_words import chat_logprobs
+from rose.serving.gateway.tool_calls import FoundCall, Parsed, Parser
+from rose.serving.gateway.tools import parser_of
 
 
 class ChatOutput:
@@ -38,6 +42,12 @@ class ChatOutput:
         self._head = head
         self._table = table
         self._silent = set(range(len(plan.choices)))  # choices of which nothing has been given
+        self._single_call = body.parallel_tool_calls is False
+        self._num_calls = dict.fromkeys(self._silent, 0)
+        self._parsers: dict[int, Parser] = {}
+        for index in self._silent:
+            if (parser := parser_of(body)) is not None:
+                self._parsers[index] = parser
 
     def chunks(self, pieces: Iterable[Piece]) -> bytes:
         """Events of a stream; empty where there is nothing to tell yet."""
@@ -63,11 +73,16 @@ class ChatOutput:
         return encode(answer)
 
     def _choice(self, piece: Piece) -> ChatChoice:
+        parsed = self._parsed(piece)
+        calls = [_whole_call(call) for call in parsed.calls]
         return ChatChoice(
             index=piece.index,
-            message=AnswerMessage(content=piece.text),
+            message=AnswerMessage(
+                content=None if calls and not parsed.content else parsed.content,
+                tool_calls=calls or msgspec.UNSET,
+            ),
             logprobs=self._logprobs_of(piece),
-            finish_reason=_finish(piece) or "stop",
+            finish_reason=self._finish(piece) or "stop",
         )
 
     def _deltas(self, piece: Piece) -> list[ChatChunkChoice]:
@@ -77,13 +92,36 @@ class ChatOutput:
             delta = ChatDelta(role="assistant", content="")
             found.append(ChatChunkChoice(index=piece.index, delta=delta))
         logprobs = self._logprobs_of(piece)
-        if piece.text or (logprobs is not None and logprobs.content):
-            delta = ChatDelta(content=piece.text)
+        first = self._num_calls[piece.index]
+        parsed = self._parsed(piece)
+        if parsed.content or (logprobs is not None and logprobs.content):
+            delta = ChatDelta(content=parsed.content)
             found.append(ChatChunkChoice(index=piece.index, delta=delta, logprobs=logprobs))
-        if (reason := _finish(piece)) is not None:
+        for number, call in enumerate(parsed.calls, first):
+            deltas = _call_deltas(number, call)
+            found += [ChatChunkChoice(index=piece.index, delta=delta) for delta in deltas]
+        if (reason := self._finish(piece)) is not None:
             last = ChatChunkChoice(index=piece.index, delta=ChatDelta(), finish_reason=reason)
             found.append(last)
         return found
+
+    def _parsed(self, piece: Piece) -> Parsed:
+        """What a piece brings, with calls taken out of its text."""
+        parser = self._parsers.get(piece.index)
+        if parser is None:
+            return Parsed(piece.text)
+        parsed = parser.push(piece.text)
+        if piece.finish is not None:
+            rest = parser.finish()
+            parsed = Parsed(parsed.content + rest.content, parsed.calls + rest.calls)
+        if self._single_call:
+            parsed.calls = parsed.calls[: 1 - self._num_calls[piece.index]]
+        self._num_calls[piece.index] += len(parsed.calls)
+        return parsed
+
+    def _finish(self, piece: Piece) -> FinishReason | None:
+        called = piece.finish == "stop" and self._num_calls[piece.index]
+        return "tool_calls" if called else piece.finish
 
     def _logprobs_of(self, piece: Piece) -> ChatLogprobs | None:
         return chat_logprobs(self._table, piece.logprobs, self._top) if self._logprobs else None
@@ -101,5 +139,16 @@ class ChatOutput:
         return event(encode(chunk))
 
 
-def _finish(piece: Piece) -> FinishReason | None:
-    return piece.finish
+def _whole_call(call: FoundCall) -> AnswerToolCall:
+    function = CalledFunction(name=call.name, arguments=call.arguments)
+    return AnswerToolCall(id=call.id, type="function", function=function)
+
+
+def _call_deltas(number: int, call: FoundCall) -> list[ChatDelta]:
+    """A call as it comes in a stream: who is called, then with what."""
+    start = CalledFunction(name=call.name)
+    parts = [
+        AnswerToolCall(index=number, id=call.id, type="function", function=start),
+        AnswerToolCall(index=number, function=CalledFunction(arguments=call.arguments)),
+    ]
+    return [ChatDelta(tool_calls=[part]) for part in parts]

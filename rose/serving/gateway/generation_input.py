@@ -29,7 +29,7 @@ from rose.serving.gateway.sampling_fields import (
     text_rules,
 )
 from rose.serving.gateway.tokenization import Ids, Tokenizer
-from rose.serving.gateway.tools import check_tools
+from rose.serving.gateway.tools import forced_call
 
 COMPLETION_TOKENS = 16
 
@@ -87,9 +87,12 @@ def chat_wish(body: ChatRequest, card: ModelCard) -> Wish:
         raise bad_request("'modalities': only text is supported.", "modalities")
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
-    check_tools(body)
+    call = forced_call(body, card)
     top = (body.top_logprobs or 0) if body.logprobs else None
-    return _wish(body, card, max_tokens_of(body, None, 1), logprobs=top)
+    wish = _wish(body, card, max_tokens_of(body, None, 1), logprobs=top)
+    if call is None:
+        return wish
+    return replace(wish, sampling=msgspec.structs.replace(wish.sampling, grammar=call))
 
 
 def completion_wish(body: CompletionRequest, card: ModelCard) -> Wish:

@@ -166,7 +166,10 @@ class ChatRequest(GenerationRequest, kw_only=True):
     ] = None
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | dict[str, Any] | None,
-        Meta(description="`auto` (default) or `none`; forced calls are not supported."),
+        Meta(
+            description="`auto` (default); `none` hides the tools from the model; `required` or "
+            '`{"type": "function", "function": {"name": ...}}` makes it call one.'
+        ),
     ] = None
     parallel_tool_calls: Annotated[
         bool | None, Meta(description="false keeps the first call of an answer only.")
