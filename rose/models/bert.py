@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rose.kernels.activation import activate
 from rose.kernels.attention.base import AttentionSpec
-from rose.models.layers import Embedding, LayerNorm, Linear, PackedLinear
+from rose.models.layers import Embedding, LayerNorm, Linear, PackedLinear, known_activation
 
 if TYPE_CHECKING:
     from rose.kernels.attention.base import AttentionBatch
@@ -94,7 +94,7 @@ class BertLayer(nn.Module):
         super().__init__()
         name = f"encoder.layer.{index}"
         size, inner = config.hidden_size, config.intermediate_size
-        self.activation = config.activation
+        self.activation = known_activation(config.activation)
         self.attention = BertAttention(config, index)
         self.up = Linear(f"{name}.intermediate.dense", size, inner, bias=True)
         self.down = Linear(f"{name}.output.dense", inner, size, bias=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rose.kernels.activation import gated
 from rose.kernels.attention.base import AttentionSpec
 from rose.kernels.rope import apply_rope
-from rose.models.layers import Embedding, Linear, PackedLinear, RMSNorm
+from rose.models.layers import Embedding, Linear, PackedLinear, RMSNorm, known_activation
 from rose.models.rotary import RotaryEmbedding
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class GatedMLP(nn.Module):
         """Declare the three projections, gate and up as one."""
         super().__init__()
         size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.activation = config.activation
+        self.activation = known_activation(config.activation)
         packed = [f"{name}.gate_proj", f"{name}.up_proj"]
         self.gate_up = PackedLinear(packed, size, [inner, inner], bias=bias)
         self.down = Linear(f"{name}.down_proj", inner, size, bias=bias)

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from rose.models.errors import CheckpointError
 from rose.models.layers import Linear
 
 if TYPE_CHECKING:
@@ -41,24 +40,15 @@ def share_stored_embedding(named: "NamedTensors") -> None:
         named.names[EMBEDDING] = named.names[LM_HEAD]
 
 
-def head_tensor(named: "NamedTensors", *, tied: bool) -> tuple[str, str | None]:
+def head_tensor(named: "NamedTensors", *, tied: bool) -> tuple[str | None, str | None]:
     """Say which tensor is the LM head, `EMBEDDING` or `LM_HEAD`, and warn of a contradiction.
 
-    Tied weights that are stored twice and differ are not tied, as in transformers.
-
-    Raises:
-        CheckpointError: there is no head; random numbers are none.
+    None where there is no head: random numbers are none. Tied weights that are stored twice and
+    differ are not tied, as in transformers.
     """
     if not tied:
-        if LM_HEAD in named:
-            return LM_HEAD, None
-        raise CheckpointError(
-            f"tensor {LM_HEAD!r} is missing and tie_word_embeddings is not true: "
-            "the model has no LM head (`--task embed` serves the backbone alone)"
-        )
-    if LM_HEAD not in named or named.names[LM_HEAD] == named.names[EMBEDDING]:
-        return EMBEDDING, None
-    if _equal(named):
+        return (LM_HEAD if LM_HEAD in named else None), None
+    if LM_HEAD not in named or named.names[LM_HEAD] == named.names[EMBEDDING] or _equal(named):
         return EMBEDDING, None
     return LM_HEAD, (
         "tie_word_embeddings is true, but the LM head that is stored differs from the token "

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rose.kernels import norm
+from rose.kernels.activation import ACTIVATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,6 +46,16 @@ class WeightedModule(nn.Module):
         """Use another module's weight instead of one of its own."""
         del self.slots["weight"]
         self.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
+
+
+def known_activation(name: str) -> str:
+    """Return `name` if there is such an activation: a wrong one must not wait for a request.
+
+    Raises:
+        UnknownNameError: there is none.
+    """
+    ACTIVATIONS.load(name)
+    return name
 
 
 class Linear(WeightedModule):

@@ -17,7 +17,7 @@ from rose.models.errors import CheckpointError
 from rose.models.generation import read_generation_card
 from rose.models.heads import EMBEDDING, CausalLM, head_tensor, share_stored_embedding
 from rose.models.modules import Pooler, build_modules
-from rose.models.plan import Plan, fingerprint, plan_checkpoint
+from rose.models.plan import NO_HEAD, Plan, fingerprint, give_up_generation, plan_checkpoint
 from rose.models.tensors import open_tensors
 from rose.models.tokenizer import read_tokenizer_card, read_tokenizer_json
 from rose.models.weights import NamedTensors, fill, name_tensors, wanted_names
@@ -113,7 +113,7 @@ def _build_backbone(plan: Plan) -> "nn.Module":
     module, _, kind = plan.architecture.backbone.partition(":")
     try:
         return cast("nn.Module", getattr(import_module(module), kind)(plan.config).eval())
-    except UnknownNameError as error:  # an activation, as yet
+    except UnknownNameError as error:
         raise CheckpointError(f"{plan.core.path / 'config.json'}: {error}") from error
 
 
@@ -146,13 +146,9 @@ def _causal_lm(
     """Make the LM head. Where it is missing but nobody asked for it, go on without."""
     if "generate" not in plan.tasks:
         return None
-    try:
-        source, warning = head_tensor(named, tied=plan.tie_embeddings)
-    except CheckpointError as error:
-        if plan.explicit_tasks or plan.tasks == ("generate",):
-            raise
-        plan.tasks = ("embed",)
-        plan.warnings.append(f"text generation is not served: {error}")
+    source, warning = head_tensor(named, tied=plan.tie_embeddings)
+    if source is None:
+        give_up_generation(plan, NO_HEAD)
         return None
     if warning:
         plan.warnings.append(warning)

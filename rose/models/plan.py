@@ -16,9 +16,13 @@ from rose.models.errors import CheckpointError
 from rose.models.limits import check_transformer_settings, max_length, transformer_settings
 from rose.models.recipe import Recipe, read_modules, read_recipe, transformer_path
 from rose.models.registry import ARCHITECTURES
-from rose.models.weight_files import WeightFiles, find_weight_files
+from rose.models.weight_files import WeightFiles, find_weight_files, tensor_names
 
 TASKS: tuple[str, ...] = get_args(Task)
+NO_HEAD = (
+    "tensor 'lm_head.weight' is missing and tie_word_embeddings is not true, so there is no LM "
+    "head (the task embed needs none)"
+)
 _HASHED_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 
 
@@ -66,20 +70,11 @@ def plan_checkpoint(
     folder = CheckpointFolder(path)
     subfolder = transformer_path(folder)
     core = CheckpointFolder(folder.path / subfolder) if subfolder else folder
-    reader = _config_reader(core)
-    if bidirectional is not None:
-        values = {"is_causal": not bidirectional, "use_bidirectional_attention": bidirectional}
-        reader.override(values, "option bidirectional")
+    reader = _config_reader(core, bidirectional)
     architecture = _architecture(reader)
     config = architecture.read_config(reader)
     chosen = _choose_tasks(folder, reader, architecture, config, tasks)
-    recipe = read_recipe(folder, causal=config.causal) if "embed" in chosen else None
-    limit, limit_warnings = max_length(core, config, max_model_len, embeds="embed" in chosen)
-    transformer, transformer_file = transformer_settings(core)
-    checked = (
-        check_transformer_settings(transformer, str(core.path / transformer_file)) if recipe else []
-    )
-    lowercase = _lowercase(transformer, str(core.path / transformer_file))
+    limit, warnings = max_length(core, config, max_model_len, embeds="embed" in chosen)
     plan = Plan(
         folder=folder,
         core=core,
@@ -88,26 +83,65 @@ def plan_checkpoint(
         tasks=chosen,
         explicit_tasks=bool(tasks),
         max_model_len=limit.value,
-        recipe=recipe,
-        tie_embeddings=architecture.lm_head
-        and reader.get("tie_word_embeddings", architecture.tie_default, bool),
-        lowercase=lowercase,
+        recipe=None,
+        tie_embeddings=_ties_embeddings(reader, architecture),
+        lowercase=False,
         files=find_weight_files(core),
+        settings=[
+            Setting("architecture", architecture.name, f"{CONFIG_FILE}: model_type"),
+            Setting("tasks", chosen, "option --task" if tasks else _tasks_source(folder)),
+            limit,
+            *reader.settings,
+        ],
+        warnings=[*reader.warnings, *warnings],
     )
-    plan.settings = [
-        Setting("architecture", architecture.name, f"{CONFIG_FILE}: model_type"),
-        Setting("tasks", chosen, "option --task" if tasks else _tasks_source(folder)),
-        limit,
-        *reader.settings,
-        *([Setting("do_lower_case", True, transformer_file)] if lowercase else []),
-        *(recipe.settings if recipe else ()),
-    ]
-    plan.warnings = [*reader.warnings, *limit_warnings, *checked]
-    plan.warnings += recipe.warnings if recipe else ()
+    if "embed" in chosen:
+        _add_recipe(plan)
+    if "generate" in chosen and _lacks_head(plan):
+        give_up_generation(plan, NO_HEAD)
     return plan
 
 
-def _config_reader(core: CheckpointFolder) -> ConfigReader:
+def _add_recipe(plan: Plan) -> None:
+    """Add what sentence-transformers' files say."""
+    settings, file = transformer_settings(plan.core)
+    warnings = check_transformer_settings(settings, str(plan.core.path / file))
+    recipe = plan.recipe = read_recipe(plan.folder, causal=plan.config.causal)
+    reader = ConfigReader(settings, str(plan.core.path / file), "sentence-transformers", file)
+    plan.lowercase = reader.get("do_lower_case", False, bool)
+    plan.settings += [*reader.settings, *recipe.settings]
+    plan.warnings += [*warnings, *recipe.warnings]
+
+
+def _ties_embeddings(reader: ConfigReader, architecture: Architecture) -> bool:
+    if not architecture.lm_head:
+        return False
+    return reader.get("tie_word_embeddings", architecture.tie_default, bool)
+
+
+def _lacks_head(plan: Plan) -> bool:
+    """Say whether there surely is no LM head, as far as can be told without loading."""
+    if plan.tie_embeddings or (names := tensor_names(plan.files)) is None:
+        return False
+    return not any(f".{name}".endswith(".lm_head.weight") for name in names)
+
+
+def give_up_generation(plan: Plan, reason: str) -> None:
+    """Serve a model without an LM head to embed only, unless it was to generate.
+
+    Raises:
+        CheckpointError: it was, by option or because it is nothing but a language model.
+    """
+    if plan.explicit_tasks or plan.tasks == ("generate",):
+        raise CheckpointError(reason)
+    plan.tasks = ("embed",)
+    plan.settings = [
+        Setting(s.name, plan.tasks, s.source) if s.name == "tasks" else s for s in plan.settings
+    ]
+    plan.warnings.append(f"text is not generated: {reason}")
+
+
+def _config_reader(core: CheckpointFolder, bidirectional: bool | None) -> ConfigReader:
     values = core.json(CONFIG_FILE)
     if values is None:
         raise CheckpointError(f"{core.path / CONFIG_FILE} is missing")
@@ -117,6 +151,9 @@ def _config_reader(core: CheckpointFolder) -> ConfigReader:
         overrides = settings.get(key)
         if isinstance(overrides, dict):
             reader.override(overrides, f"{file}: {key}")
+    if bidirectional is not None:
+        values = {"is_causal": not bidirectional, "use_bidirectional_attention": bidirectional}
+        reader.override(values, "option bidirectional")
     return reader
 
 
@@ -172,10 +209,6 @@ def _check_tasks(
                 f"this {architecture.name} checkpoint cannot {task}, only {', '.join(possible)}"
             )
     return tuple(task for task in possible if task in wanted)
-
-
-def _lowercase(settings: dict[str, Any], file: str) -> bool:
-    return ConfigReader(settings, file, "sentence-transformers").get("do_lower_case", False, bool)
 
 
 def fingerprint(plan: Plan, options: dict[str, Any]) -> str:

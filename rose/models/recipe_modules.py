@@ -99,7 +99,7 @@ def read_pooling(folder: CheckpointFolder, path: str) -> PoolingModule:
         )
     modes = _named_modes(config) or [mode for key, mode in _OLD_FLAGS.items() if config.get(key)]
     for mode in modes:
-        if mode not in POOLING_MODES:
+        if not isinstance(mode, str) or mode not in POOLING_MODES:
             raise CheckpointError(
                 f"{where}: unknown pooling mode {mode!r}. Known: {', '.join(POOLING_MODES)}."
             )

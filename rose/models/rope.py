@@ -65,8 +65,8 @@ def read_ropes(
         CheckpointError: a kind is unknown, or a setting is missing or malformed.
     """
     parameters, key = _parameters(reader)
-    theta = reader.optional("rope_theta", float, record=False) or default_theta
-    fallback = _Fallback(theta, dim, positions)
+    theta = reader.optional("rope_theta", float, record=False)
+    fallback = _Fallback(default_theta if theta is None else theta, dim, positions)
     kinds = dict.fromkeys(layer_types)
     if not any(isinstance(value, dict) for value in parameters.values()):
         return dict.fromkeys(kinds, _read_rope(reader, parameters, key, fallback))

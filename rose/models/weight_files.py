@@ -79,6 +79,13 @@ def _shard(folder: CheckpointFolder, index: str, tensor: str, file: object) -> P
     return folder.path / file
 
 
+def tensor_names(files: WeightFiles) -> list[str] | None:
+    """List the tensors, from headers or an index; None where only loading would tell."""
+    if files.safetensors:
+        return [header.name for header in read_headers(files)]
+    return list(files.index) or None
+
+
 def read_headers(files: WeightFiles) -> list[TensorHeader]:
     """Read the headers of safetensors files; an empty list for PyTorch files, which have none.
 
