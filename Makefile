@@ -8,15 +8,15 @@ PORT ?= 8000
 export VENV
 bin := $(VENV)/bin
 
-.PHONY: help serve test install install-dev models check clean
+.PHONY: help serve test install install-dev models test-models check clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
 
 serve: install models  ## serve the demo models on http://127.0.0.1:$(PORT)
-	$(bin)/rose serve $(MODELS)/all-MiniLM-L6-v2 --port $(PORT)
+	$(bin)/rose serve $(MODELS)/all-MiniLM-L6-v2 $(MODELS)/SmolLM2-135M-Instruct --port $(PORT)
 
-test: install-dev models check  ## run every check and test
+test: install-dev test-models check  ## run every check and test
 	$(bin)/python -m pytest
 
 install: $(VENV)/.installed  ## make the virtual environment with ROSE and the demo extra
@@ -40,6 +40,9 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 models: $(VENV)/.installed  ## fetch the demo models into $(MODELS)
 	$(bin)/python tools/fetch_models.py --into $(MODELS)
+
+test-models: $(VENV)/.installed  ## the same and a multilingual embedder for the tests
+	$(bin)/python tools/fetch_models.py --into $(MODELS) --with-e5
 
 check: install-dev  ## format, lint, types, import contracts
 	tools/check
