@@ -76,10 +76,12 @@ def _build_tokenizer(folder: CheckpointFolder) -> Tokenizer:
             "writes one."
         )
     names = {name: _token(config, name) for name in ("unk", "sep", "pad", "cls", "mask")}
-    tokenizer = Tokenizer(
-        WordPiece.from_file(str(folder.path / "vocab.txt"), unk_token=names["unk"])
-    )
-    tokenizer.add_special_tokens(list(names.values()))
+    vocabulary = WordPiece.read_file(str(folder.path / "vocab.txt"))
+    missing = [names[name] for name in ("unk", "cls", "sep") if names[name] not in vocabulary]
+    if missing:
+        raise CheckpointError(f"{folder.path / 'vocab.txt'}: {missing[0]} is missing")
+    tokenizer = Tokenizer(WordPiece(vocabulary, unk_token=names["unk"]))
+    tokenizer.add_special_tokens([token for token in names.values() if token in vocabulary])
     tokenizer.normalizer = BertNormalizer(
         clean_text=True,
         handle_chinese_chars=config.get("tokenize_chinese_chars", True),
