@@ -90,7 +90,7 @@ def from_engine(error: EngineError) -> ApiError:
     )
 
 
-_PATH = re.compile(r"^(?P<what>.*) - at `(?P<key>key in )?\$\.?(?P<path>.*)`$", re.DOTALL)
+_PATH = re.compile(r"^(?P<what>.*) - at `(?:key` in `)?\$\.?(?P<path>.*)`$", re.DOTALL)
 _WORDS = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object"}
 
 
