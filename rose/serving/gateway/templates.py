@@ -1,88 +1,82 @@
-"""Chat templates: Jinja out of a checkpoint, in a sandbox, with bounds on its time and output."""
+"""Chat templates: messages to the text of a prompt, as transformers' `apply_chat_template` does it.
+
+Rendering is work for the CPU: call it off the event loop. It ends within seconds whatever the
+template does (`template_sandbox`). The text is to be tokenised without adding special tokens.
+"""
 
 import json
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sized
-from datetime import datetime
-from functools import lru_cache
-from typing import Any, NoReturn
+from collections.abc import Iterable, Mapping
+from functools import cache, lru_cache
+from typing import Any
 
 import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rose.models.card import TokenizerCard
+from rose.serving.gateway import template_sandbox
 
-MAX_CHARS = 64 << 20
-MAX_SECONDS = 10.0
-MAX_RANGE_ITEMS = 1_000_000
-MAX_FACTOR_SUM = 10_000
-MAX_EXPONENT_SUM = 1_000
+Message = Mapping[str, Any]
+
+# Names under which a message carries its reasoning; templates read the first two.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class TemplateError(ValueError):
-    """The template refuses the messages, or cannot be rendered."""
+    """There is no template, or it refuses the messages, or it cannot be rendered."""
 
 
 def render(
     card: TokenizerCard,
-    messages: Iterable[Mapping[str, Any]],
+    messages: Iterable[Message],
     *,
     template: str = "default",
     add_generation_prompt: bool = False,
     **variables: object,
 ) -> str:
-    """The prompt of a conversation, as `apply_chat_template` makes it.
+    """Render a conversation.
+
+    Args:
+        card: facts of the tokenizer: templates by name, special tokens.
+        messages: role, content, tool_calls and whatever else the template reads, as decoded from
+            JSON. They may have no content, content in parts, and arguments in a string.
+        template: name of the template; "default" where the model has none of that name.
+        add_generation_prompt: end with the start of an answer.
+        variables: what else the template may read, such as `tools`; they win over the names of
+            special tokens.
 
     Raises:
-        TemplateError: With the template's own words where it has some.
+        TemplateError: with the template's own words where it has some.
     """
-    source = card.chat_templates.get(template) or card.chat_templates.get("default")
-    if source is None:
-        raise TemplateError("the model has no chat template")
     names = {
         **card.special_tokens,
         "tools": None,
         "documents": None,
         **variables,
-        "messages": [dict(message) for message in messages],
+        "messages": [normalise(message, f"messages[{i}]") for i, message in enumerate(messages)],
         "add_generation_prompt": add_generation_prompt,
-        "range": _Budget().range,
     }
+    source = _source(card, template)
     try:
-        return _joined(_compiled(source).generate(names))
-    except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-        raise TemplateError(f"the chat template fails: {error}") from error
-    except (AttributeError, RecursionError, MemoryError) as error:
-        raise TemplateError(f"the chat template fails: {type(error).__name__}") from error
+        return template_sandbox.render(_compiled(source), names)
+    except jinja2.TemplateSyntaxError as error:
+        raise _failure(f"line {error.lineno}: {error.message}") from error
+    except jinja2.TemplateError as error:  # a refusal, or something undefined
+        raise _failure(error.message or type(error).__name__) from error
+    except Exception as error:  # a template can run into any
+        raise _failure(f"{type(error).__name__}: {error}") from error
 
 
-def _joined(pieces: Iterator[str]) -> str:
-    parts: list[str] = []
-    size, end = 0, time.monotonic() + MAX_SECONDS
-    for piece in pieces:
-        parts.append(piece)
-        size += len(piece)
-        if size > MAX_CHARS or time.monotonic() > end:
-            raise TemplateError("it writes too much or takes too long")
-    return "".join(parts)
+def _source(card: TokenizerCard, template: str) -> str:
+    source = card.chat_templates.get(template) or card.chat_templates.get("default")
+    if source is not None:
+        return source
+    if not card.chat_templates:
+        raise TemplateError("the model has no chat template")
+    names = ", ".join(sorted(card.chat_templates))
+    raise TemplateError(f"the model has no default chat template, only: {names}")
 
 
-class _Budget:
-    """Jinja's `range`, with a limit on all items of one rendering together."""
-
-    def __init__(self) -> None:
-        self.left = MAX_RANGE_ITEMS
-
-    def range(self, *args: int) -> range:
-        items = range(*args)
-        self.left -= len(items)
-        if self.left < 0:
-            raise TemplateError("it loops too long")
-        return items
+def _failure(message: str) -> TemplateError:
+    return TemplateError(f"the chat template fails: {message}")
 
 
 @lru_cache(maxsize=64)
@@ -90,57 +84,70 @@ def _compiled(source: str) -> jinja2.Template:
     return _environment().from_string(source)
 
 
-@lru_cache(maxsize=1)
-def _environment() -> "_Environment":
-    environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
+@cache
+def _environment() -> jinja2.Environment:
+    return template_sandbox.make_environment()
 
 
-class _Environment(ImmutableSandboxedEnvironment):
-    """A sandbox in which products stay small: `'a' * 10 ** 10` would take all memory."""
+def normalise(message: Message, place: str = "message") -> dict[str, Any]:
+    """Bring a message into the form that templates expect.
 
-    intercepted_binops = frozenset(("*", "**"))
+    Keys that are null are left out, but `content` is always a text: without it some templates
+    print "None" and others fail. Arguments of tool calls are mappings.
 
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401
-        size = sum(len(x) if isinstance(x, Sized) else abs(int(x)) for x in (left, right))
-        if operator == "**" and size > MAX_EXPONENT_SUM:
-            raise TemplateError("it computes a number that is too large")
-        if any(isinstance(x, Sized) for x in (left, right)) and size > MAX_FACTOR_SUM:
-            raise TemplateError("it repeats a text too often")
-        return super().call_binop(context, operator, left, right)
+    Args:
+        message: left as it is.
+        place: what errors call it.
 
-
-class _Generation(Extension):
-    """`{% generation %}`, which marks answers for training and means nothing here."""
-
-    tags = {"generation"}  # noqa: RUF012 - as the base class has it
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+    Raises:
+        TemplateError: a part of it is malformed or no text; the message names the field.
+    """
+    kept = {key: value for key, value in message.items() if value is not None}
+    kept["content"] = _content(kept.get("content", ""), f"{place}.content")
+    if "tool_calls" in kept:
+        calls = enumerate(kept["tool_calls"])
+        kept["tool_calls"] = [_tool_call(call, f"{place}.tool_calls[{i}]") for i, call in calls]
+    reasoning = next((kept[key] for key in _REASONING if key in kept), None)
+    if reasoning is not None:
+        kept = {"thinking": reasoning, **kept, "reasoning_content": reasoning}
+    return kept
 
 
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter escapes HTML."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
+def _content(content: object, place: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise TemplateError(f"{place}: a string or a list of text parts is expected")
+    return "".join(_part(part, f"{place}[{i}]") for i, part in enumerate(content))
+
+
+def _part(part: object, place: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(part, Mapping) or kind != "text":
+        raise TemplateError(f"{place}.type: only text parts are supported, found {kind!r}")
+    if not isinstance(part.get("text"), str):
+        raise TemplateError(f"{place}.text: a string is expected")
+    return str(part["text"])
+
+
+def _tool_call(call: Mapping[str, Any], place: str) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, Mapping):
+        raise TemplateError(f"{place}.function: an object is expected")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _arguments(arguments, f"{place}.function.arguments")
+    return {**call, "function": {**function, "arguments": arguments or {}}}
+
+
+def _arguments(text: str, place: str) -> dict[str, Any]:
+    """Arguments as a mapping; clients send them as JSON in a string."""
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise TemplateError(f"{place}: a JSON object in a string is expected")
+    return arguments
