@@ -37,6 +37,15 @@ HEADS_AND_DTYPES = [
 ]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Tensors here are tiny: waiting for a second thread on a busy machine takes most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 class Subject:
     """A back end on a device that it can use."""
 

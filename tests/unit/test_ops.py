@@ -22,6 +22,15 @@ SIZES = [(1, 1), (1, 7), (3, 33), (17, 384)]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Tensors here are tiny: waiting for a second thread on a busy machine takes most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)

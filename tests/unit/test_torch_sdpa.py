@@ -20,6 +20,15 @@ from rose.kernels.attention.torch_sdpa import TorchSdpaBackend
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Tensors here are tiny: waiting for a second thread on a busy machine takes most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def members(query_lens: list[int], kv_lens: list[int], short: int = 32) -> list[tuple[int, ...]]:
     return [group.members for group in group_sequences(query_lens, kv_lens, short=short)]
 
