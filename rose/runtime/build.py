@@ -17,6 +17,7 @@ from rose.runtime.embedding import EmbeddingRuntime
 from rose.runtime.generation import GenerationLoop
 from rose.runtime.kv_cache import PagePool
 from rose.runtime.kv_pool import choose_num_pages
+from rose.runtime.memory import keep_freed_memory
 from rose.runtime.scheduler import Scheduler
 from rose.runtime.structured import GrammarCompiler
 from rose.runtime.worker import DeviceWorker
@@ -97,6 +98,8 @@ def build(options: ModelOptions) -> ServedModel:
         loaded.dtype,
         loaded.device,
     )
+    if loaded.device.type == "cpu":
+        keep_freed_memory()
     worker = DeviceWorker(device)
     generation = _generation(loaded, backend, worker, options)
     served = ServedModel(

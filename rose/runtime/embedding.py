@@ -51,6 +51,14 @@ class EmbedBatch:
             ),
         )
 
+    def take(self, order: npt.NDArray[np.int64]) -> "EmbedBatch":
+        """Return the texts in another order."""
+        ends = np.cumsum(self.lengths, dtype=np.int64)
+        starts, lengths = (ends - self.lengths)[order], self.lengths[order]
+        new_starts = np.cumsum(lengths, dtype=np.int64) - lengths
+        places = np.arange(len(self.ids)) + np.repeat(starts - new_starts, lengths)
+        return EmbedBatch(self.ids[places], lengths, self.pool_from[order])
+
     def singles(self) -> "list[EmbedBatch]":
         """Return one batch per text."""
         starts = np.concatenate(([0], np.cumsum(self.lengths)))
@@ -127,7 +135,12 @@ class EmbeddingRuntime:
     def _run(self, batch: EmbedBatch) -> Tensor:
         if self._deterministic and len(batch.lengths) > 1:
             return torch.cat([self._forward(single) for single in batch.singles()])
-        return self._forward(batch)
+        if len(batch.lengths) == 1:
+            return self._forward(batch)
+        order = np.argsort(
+            batch.lengths, kind="stable"
+        )  # equal lengths are attended without copies
+        return self._forward(batch.take(order))[torch.from_numpy(np.argsort(order))]
 
     def _forward(self, batch: EmbedBatch) -> Tensor:
         ends = np.cumsum(batch.lengths, dtype=np.int64)
