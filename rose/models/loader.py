@@ -119,7 +119,7 @@ def _build_backbone(plan: Plan) -> "nn.Module":
 
 def _choose_dtype(plan: Plan, dtype: str, device: torch.device, named: NamedTensors) -> torch.dtype:
     if dtype == "auto":
-        chosen, source = _default_dtype(device, named)
+        chosen, source = default_dtype(device, named)
     elif dtype in DTYPES:
         chosen, source = DTYPES[dtype], "option --dtype"
     else:
@@ -128,7 +128,8 @@ def _choose_dtype(plan: Plan, dtype: str, device: torch.device, named: NamedTens
     return chosen
 
 
-def _default_dtype(device: torch.device, named: NamedTensors) -> tuple[torch.dtype, str]:
+def default_dtype(device: torch.device, named: NamedTensors) -> tuple[torch.dtype, str]:
+    """Return float32 on a CPU, else what most weights are stored in, and why."""
     if device.type == "cpu":
         return torch.float32, "default on a CPU"
     stored = Counter(named.tensors.get(name).dtype for name in named.names.values())

@@ -140,15 +140,9 @@ def _default_recipe(*, causal: bool) -> Recipe:
 
 
 def _from_entries(folder: CheckpointFolder, entries: list[ModuleEntry]) -> Recipe:
-    transformer_path(folder)  # checks the first entry
-    where = folder.path / MODULES_FILE
-    kinds = [entry.kind for entry in entries]
-    if kinds.count("Transformer") != 1 or kinds.count("Pooling") != 1 or kinds[1] != "Pooling":
-        raise CheckpointError(
-            f"{where}: a Transformer, then one Pooling, then other modules are expected, "
-            f"found {', '.join(kinds)}"
-        )
+    _check_order(folder, entries)
     pooling = read_pooling(folder, entries[1].path)
+    pooling_file = f"{entries[1].path}/config.json"
     modules = [
         _READERS[entry.kind](folder, entry.path) for entry in entries[2:] if entry.kind in _READERS
     ]
@@ -156,15 +150,25 @@ def _from_entries(folder: CheckpointFolder, entries: list[ModuleEntry]) -> Recip
     while modules and isinstance(modules[-1], NormalizeModule):
         modules.pop()
         normalize = True
-    settings = [
-        Setting("pooling", "+".join(pooling.modes), f"{entries[1].path}/config.json"),
-        Setting(
-            "pooling includes prompt", pooling.include_prompt, f"{entries[1].path}/config.json"
-        ),
+    settings = (
+        Setting("pooling", "+".join(pooling.modes), pooling_file),
+        Setting("pooling includes prompt", pooling.include_prompt, pooling_file),
         *(Setting(f"module {i}", str(module), MODULES_FILE) for i, module in enumerate(modules, 2)),
         Setting("normalize", normalize, MODULES_FILE),
-    ]
-    return Recipe(pooling, tuple(modules), normalize, settings=tuple(settings))
+    )
+    missing = f"{pooling_file} is missing or empty: pooling is the mean"
+    warnings = () if folder.json(pooling_file) else (missing,)
+    return Recipe(pooling, tuple(modules), normalize, settings=settings, warnings=warnings)
+
+
+def _check_order(folder: CheckpointFolder, entries: list[ModuleEntry]) -> None:
+    transformer_path(folder)  # checks the first entry
+    kinds = [entry.kind for entry in entries]
+    if kinds.count("Transformer") != 1 or kinds.count("Pooling") != 1 or kinds[1] != "Pooling":
+        raise CheckpointError(
+            f"{folder.path / MODULES_FILE}: a Transformer, then one Pooling, then other modules "
+            f"are expected, found {', '.join(kinds)}"
+        )
 
 
 def _add_sentence_config(folder: CheckpointFolder, recipe: Recipe) -> Recipe:

@@ -82,16 +82,14 @@ VectorModule = DenseModule | LayerNormModule | NormalizeModule
 
 
 def read_pooling(folder: CheckpointFolder, path: str) -> PoolingModule:
-    """Read a Pooling module in the older style (flags) or the newer (names).
+    """Read a Pooling module in the older style (flags) or the newer (names); the mean if neither.
 
     Raises:
-        CheckpointError: the file is missing, or a mode is unknown.
+        CheckpointError: a mode is unknown.
     """
     name = f"{path}/config.json"
-    config = folder.json(name)
+    config = folder.json(name) or {}
     where = folder.path / name
-    if config is None:
-        raise CheckpointError(f"{where}: the pooling module's config is missing")
     unknown = [key for key in config if key.startswith("pooling_mode_") and key not in _OLD_FLAGS]
     if unknown:
         raise CheckpointError(

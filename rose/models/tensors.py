@@ -30,6 +30,7 @@ class CheckpointTensors:
         Raises:
             CheckpointError: a file is missing, damaged or refused.
         """
+        self.paths = files.paths
         self._getters: dict[str, Getter] = {}
         self._files: dict[str, Path] = {}
         for path in files.paths:

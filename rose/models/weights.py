@@ -80,8 +80,8 @@ class NamedTensors:
 
 
 def _missing(part: Part, named: NamedTensors) -> str:
-    files = sorted({str(named.tensors.file(name)) for name in named.tensors})
-    return f"tensor {named.prefix + part.name!r} is missing from {', '.join(files)}"
+    files = ", ".join(map(str, named.tensors.paths))
+    return f"tensor {named.prefix + part.name!r} is missing from {files}"
 
 
 def name_tensors(tensors: CheckpointTensors, wanted: Iterable[str]) -> NamedTensors:

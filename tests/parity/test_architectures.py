@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaModel
 
 from rose.models.errors import CheckpointError
 from rose.models.loader import LoadedModel, load
@@ -168,6 +169,20 @@ def _paged_of(pages, chunks, active, count):
     """Only the active sequences are in the batch, but each keeps its own pages."""
     share = (pages.num_pages - 1) // count
     return paged(pages, [chunks[i] for i in active], [1 + share * i for i in active], share)
+
+
+def test_heads_that_do_not_divide_the_hidden_size(tmp_path):
+    """transformers refuses to load such a config, but computes it."""
+    overrides = {"hidden_size": 56, "num_attention_heads": 4, "num_key_value_heads": 1}
+    path = tiny.save_decoder(tmp_path, "llama", head=False, head_dim=16, **overrides)
+    config = tiny.decoder_config("llama", head_dim=16, **overrides)
+    config.num_attention_heads = 3
+    reference = tiny.spread(LlamaModel._from_config(config, attn_implementation="eager"), 0)
+    save_file(reference.state_dict(), path / "model.safetensors")
+    tiny.edit_json(path / "config.json", num_attention_heads=3)
+    batch = sequences(70)
+    expected = [reference(torch.tensor([ids])).last_hidden_state[0] for ids in batch]
+    assert_states(load(path), batch, expected)
 
 
 @pytest.mark.parametrize("kind", list(tiny.DECODERS))

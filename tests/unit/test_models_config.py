@@ -249,10 +249,15 @@ def test_unknown_pooling_modes_are_refused(folder, config):
         plan_checkpoint(folder)
 
 
-def test_a_pooling_without_config_is_refused(folder):
+@pytest.mark.parametrize("content", [None, "{}"])
+def test_a_pooling_without_config_is_the_mean_with_a_warning(folder, content):
     (folder / "1_Pooling" / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"1_Pooling/config\.json"):
-        plan_checkpoint(folder)
+    if content:
+        (folder / "1_Pooling" / "config.json").write_text(content)
+    plan = plan_checkpoint(folder)
+    assert plan.recipe is not None
+    assert plan.recipe.pooling.modes == ("mean",)
+    assert "1_Pooling/config.json" in plan.warnings[0]
 
 
 def test_pooling_names_win_over_flags(folder):

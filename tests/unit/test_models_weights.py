@@ -10,8 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from rose.models.config import CheckpointFolder
 from rose.models.errors import CheckpointError
-from rose.models.loader import LoadedModel, load
+from rose.models.loader import LoadedModel, default_dtype, load
+from rose.models.tensors import open_tensors
+from rose.models.weights import name_tensors
 from tests import tiny
 from tests.batches import ragged
 
@@ -446,3 +449,17 @@ def test_half_precision_loads_once(checkpoints):
     assert logits(model).dtype == torch.float32
     with pytest.raises(CheckpointError, match="int4"):
         load(checkpoints["tied"], dtype="int4")
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32"])
+def test_automatic_dtype(checkpoints, tmp_path, stored):
+    """The checkpoint's own off the CPU, float32 on it."""
+    path = tiny.copy(checkpoints["tied"], tmp_path / "stored")
+    dtype = getattr(torch, stored)
+    tiny.edit_tensors(path, lambda t: {n: x.to(dtype) for n, x in t.items()})
+    tensors = open_tensors(CheckpointFolder(path))
+    named = name_tensors(tensors, [name.removeprefix("model.") for name in tensors])
+    assert default_dtype(torch.device("cuda"), named)[0] == dtype
+    assert default_dtype(torch.device("cpu"), named)[0] == torch.float32
+    loaded = load(path)
+    assert [s.source for s in loaded.settings if s.name == "dtype"] == ["default on a CPU"]
