@@ -21,8 +21,13 @@ TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+TOOL_TEMPLATE = (
+    "{% for t in tools or [] %}[{{ t | tojson }}]{% endfor %}"
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+)
 SPECIAL = ["<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
 BOS, END = 0, 1
+VOCAB_SIZE = 320  # a little more than the tokenizer has
 CORPUS = ["the red kite hovers over the hill, 1, 2, 3, 4", "日本 🦙 café Größe", '{"name": "w"}']
 
 
@@ -64,7 +69,7 @@ def card(backend, **changes):
         "architecture": "LlamaForCausalLM",
         "dtype": "float32",
         "tasks": ("generate",),
-        "vocab_size": backend.get_vocab_size(),
+        "vocab_size": VOCAB_SIZE,
         "max_model_len": 256,
         "fingerprint": "llm-1",
         "created": 1_700_000_000,
@@ -96,7 +101,7 @@ class StubLLM:
         self.failure, self.fail_after = None, 0
         self.calls, self.cancelled, self.running = [], 0, 0
         self.delivered = 0  # deltas
-        self.logprob_of = lambda token_id: -0.5
+        self.logprob_of = lambda _: -0.5
 
     def say(self, text):
         """Lets the answer be a text and the end token."""

@@ -6,9 +6,11 @@ from typing import Any
 import msgspec
 
 from rose.models.card import ModelCard
-from rose.serving.gateway.errors import ApiError, bad_request
-from rose.serving.gateway.generation_schemas import ChatRequest, ConversationMessage, FunctionCall
-from rose.serving.gateway.templates import TemplateError, render
+from rose.serving.gateway.errors import bad_request
+from rose.serving.gateway.generation_schemas import ChatRequest, ConversationMessage
+from rose.serving.gateway.templates import TemplateError, normalise, render
+
+Turn = dict[str, Any]
 
 # What `chat_template_kwargs` cannot set: it has a field of its own, or is not the request's.
 _RESERVED = frozenset(
@@ -16,23 +18,10 @@ _RESERVED = frozenset(
 )
 
 
-def render_chat(body: ChatRequest, card: ModelCard) -> str:
-    """The prompt of a conversation. CPU work: call it off the event loop.
+def turns_of(body: ChatRequest, card: ModelCard) -> list[Turn]:
+    """The messages as templates expect them; see `rose.serving.gateway.templates.normalise`.
 
-    Raises:
-        ApiError: 400, the messages are malformed, there is no template, or it refuses them.
-    """
-    turns = turns_of(body, card)
-    if not body.continue_final_message:
-        return _render(body, card, turns, body.add_generation_prompt is not False)
-    return _render_open(body, card, turns)
-
-
-def turns_of(body: ChatRequest, card: ModelCard) -> list[dict[str, Any]]:
-    """The messages as templates expect them.
-
-    Content is always a text: null is an empty one. Arguments of tool calls are objects. The role
-    `developer` becomes `system` for templates that do not speak of developers.
+    The role `developer` becomes `system` for templates that do not speak of developers.
 
     Raises:
         ApiError: 400, naming the message.
@@ -48,7 +37,28 @@ def turns_of(body: ChatRequest, card: ModelCard) -> list[dict[str, Any]]:
     return turns
 
 
-def _render(body: ChatRequest, card: ModelCard, turns: list[dict[str, Any]], answer: bool) -> str:
+def render_turns(body: ChatRequest, turns: list[Turn], card: ModelCard) -> str:
+    """The prompt of a conversation. CPU work: call it off the event loop.
+
+    Raises:
+        ApiError: 400, there is no template, or it refuses the messages.
+    """
+    if body.continue_final_message:
+        return _render_open(body, turns, card)
+    return _render(body, turns, card, body.add_generation_prompt is not False)
+
+
+def _turn(message: ConversationMessage, place: str) -> Turn:
+    if message.function_call:
+        field = f"{place}.function_call"
+        raise bad_request(f"'{field}' is not supported: use 'tool_calls'.", field)
+    try:
+        return normalise(msgspec.to_builtins(message), place)
+    except TemplateError as error:
+        raise bad_request(f"{error}.", place) from error
+
+
+def _render(body: ChatRequest, turns: list[Turn], card: ModelCard, answer: bool) -> str:
     variables = _variables(body)
     template = "tool_use" if variables["tools"] else "default"
     try:
@@ -59,7 +69,7 @@ def _render(body: ChatRequest, card: ModelCard, turns: list[dict[str, Any]], ans
         raise bad_request(f"'messages': {error}.", "messages") from error
 
 
-def _render_open(body: ChatRequest, card: ModelCard, turns: list[dict[str, Any]]) -> str:
+def _render_open(body: ChatRequest, turns: list[Turn], card: ModelCard) -> str:
     """A prompt that ends within its last message, at a mark that the template is given.
 
     A template that trims messages also trims the mark's blank, and then the text before it.
@@ -67,13 +77,13 @@ def _render_open(body: ChatRequest, card: ModelCard, turns: list[dict[str, Any]]
     field = "continue_final_message"
     if body.add_generation_prompt:
         raise bad_request(f"'{field}' contradicts 'add_generation_prompt'.", field)
-    if turns[-1]["role"] != "assistant":
-        message = f"'{field}' needs a last message of role assistant, not {turns[-1]['role']}."
+    last = turns[-1]
+    if last["role"] != "assistant":
+        message = f"'{field}' needs a last message of role assistant, not {last['role']}."
         raise bad_request(message, field)
     mark = f"[end of message {secrets.token_hex(16)}]"
-    turns[-1]["content"] += mark + " "
-    text = _render(body, card, turns, answer=False)
-    before, found, after = text.rpartition(mark)
+    marked = {**last, "content": f"{last['content']}{mark} "}
+    before, found, after = _render(body, [*turns[:-1], marked], card, False).rpartition(mark)
     if not found:
         message = f"'{field}': the chat template does not show the last message."
         raise bad_request(message, field)
@@ -92,51 +102,3 @@ def _variables(body: ChatRequest) -> dict[str, Any]:
     if body.reasoning_effort is not None:
         fields["reasoning_effort"] = body.reasoning_effort
     return fields | given
-
-
-def _turn(message: ConversationMessage, where: str) -> dict[str, Any]:
-    if message.function_call:
-        field = f"{where}.function_call"
-        raise bad_request(f"'{field}' is not supported: use 'tool_calls'.", field)
-    turn: dict[str, Any] = {"role": message.role, "content": _content(message, where)}
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if (value := getattr(message, name)) is not None:
-            turn[name] = value
-    if message.tool_calls:
-        turn["tool_calls"] = [
-            {
-                **({"id": call.id} if call.id is not None else {}),
-                "type": "function",
-                "function": _function(call.function, f"{where}.tool_calls[{i}]"),
-            }
-            for i, call in enumerate(message.tool_calls)
-        ]
-    return turn
-
-
-def _content(message: ConversationMessage, where: str) -> str:
-    if not isinstance(message.content, list):
-        return message.content or ""
-    for i, part in enumerate(message.content):
-        if part.type != "text" or part.text is None:
-            field = f"{where}.content[{i}]"
-            raise bad_request(f"'{field}' is not text; only text is supported.", field)
-    return "".join(part.text or "" for part in message.content)
-
-
-def _function(function: FunctionCall, where: str) -> dict[str, Any]:
-    arguments = function.arguments or {}
-    if isinstance(arguments, str):
-        arguments = _parsed(arguments, f"{where}.function.arguments")
-    return {"name": function.name, "arguments": arguments}
-
-
-def _parsed(arguments: str, field: str) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(arguments, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError):
-        raise _no_object(field) from None
-
-
-def _no_object(field: str) -> ApiError:
-    return bad_request(f"'{field}' is not the JSON of an object.", field)

@@ -11,7 +11,7 @@ import numpy as np
 from rose.models.card import ModelCard
 from rose.runtime.options import SamplingParams
 from rose.serving.gateway.choice import Choice
-from rose.serving.gateway.conversation import render_chat
+from rose.serving.gateway.conversation import render_turns, turns_of
 from rose.serving.gateway.detokenization import TokenTable
 from rose.serving.gateway.embedding_input import check_ids
 from rose.serving.gateway.errors import ApiError, bad_request
@@ -134,7 +134,10 @@ def plan_chat(body: ChatRequest, wish: Wish, card: ModelCard, tokenizer: Tokeniz
     Raises:
         ApiError: 400, it is malformed or too long.
     """
-    text = render_chat(body, card)
+    turns, limit = turns_of(body, card), context_limit(card)
+    for i, turn in enumerate(turns):
+        _check_length(f"messages[{i}]", turn["content"], limit, tokenizer)
+    text = render_turns(body, turns, card)
     special = bool(body.add_special_tokens)
     return _plan(_tokenized({"messages": text}, special, card, tokenizer), wish, card, tokenizer)
 
@@ -189,8 +192,7 @@ def _tokenized(
 ) -> dict[str, Prompt]:
     limit = context_limit(card)
     for place, text in texts.items():
-        if tokenizer.certainly_longer(text, limit):
-            raise _too_long(place, f"more than {2 * limit}", 1, limit)
+        _check_length(place, text, limit, tokenizer)
     rows = tokenizer.encode(list(texts.values()), add_special_tokens=special)
     for place, row in zip(texts, rows, strict=True):
         if not len(row):
@@ -200,6 +202,12 @@ def _tokenized(
         place: Prompt(row, text, added)
         for (place, text), row in zip(texts.items(), rows, strict=True)
     }
+
+
+def _check_length(place: str, text: str, limit: int, tokenizer: Tokenizer) -> None:
+    """Refuses a text that is far too long before much work is done on it."""
+    if tokenizer.certainly_longer(text, limit):
+        raise _too_long(place, f"more than {2 * limit}", 1, limit)
 
 
 def _room(place: str, found: str, tokens: int, wish: Wish, limit: int) -> int:

@@ -112,7 +112,7 @@ class GenerationRequest(Request, kw_only=True):
     logits_processors: _NotSupported = None
 
 
-class FunctionCall(msgspec.Struct, kw_only=True):
+class FunctionCall(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A function that the model calls."""
 
     name: str
@@ -121,7 +121,7 @@ class FunctionCall(msgspec.Struct, kw_only=True):
     ] = None
 
 
-class ToolCall(msgspec.Struct, kw_only=True):
+class ToolCall(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A call in an earlier answer of the model."""
 
     function: FunctionCall
