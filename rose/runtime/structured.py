@@ -9,7 +9,8 @@ can advance the matchers of a batch while the loop goes on with other work.
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from threading import Lock
 from types import ModuleType
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 FIELD = "response_format"
+STUCK = "the output cannot go on under the JSON schema"
 ANY_OBJECT = "{}"
 MAX_SCHEMA_CHARS = 100_000
 # Space between JSON tokens: one blank, or a line break and its indentation. Were it unbounded, a
@@ -95,9 +97,10 @@ class GrammarCompiler:
         source = _source(library, schema)
         limits = library.LLParserLimits(verbose_errors=False)
         tokenizer = self._get_tokenizer(library)
-        matcher: LLMatcher = library.LLMatcher(tokenizer, source, log_level=0, limits=limits)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # some faults show only now
+        with _refusing("the JSON schema cannot be used"):
+            matcher: LLMatcher = library.LLMatcher(tokenizer, source, log_level=0, limits=limits)
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # some faults show only now
         if matcher.is_error():
             raise RequestError(f"the JSON schema cannot be used: {matcher.get_error()}", FIELD)
         return matcher
@@ -112,13 +115,10 @@ class GrammarCompiler:
         data = json.loads(self._tokenizer_json)
         data["padding"] = data["truncation"] = None
         words = max(self._vocab_size, _largest_id(data) + 1)
-        try:
+        with _refusing("structured output does not work with this model's tokenizer"):
             tokenizer: LLTokenizer = library.LLTokenizer(
                 json.dumps(data), n_vocab=words, eos_token=self._eos_ids
             )
-        except ValueError as error:
-            message = f"structured output does not work with this model's tokenizer: {error}"
-            raise RequestError(message, FIELD) from error
         return tokenizer
 
 
@@ -142,7 +142,8 @@ class GrammarMatcher:
             RequestError: the grammar became too complex for the library at this place.
         """
         if self._mask is None:
-            bits = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
+            with _refusing(STUCK):
+                bits = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
             self._check()
             self._mask = bits[: self._words]
         return self._mask
@@ -154,7 +155,8 @@ class GrammarMatcher:
             RequestError: the grammar does not allow the token.
         """
         self._mask = None
-        self._matcher.consume_token(token_id)
+        with _refusing(STUCK):
+            self._matcher.consume_token(token_id)
         self._check()
         self.is_finished = token_id in self._eos_ids
 
@@ -166,10 +168,21 @@ class GrammarMatcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise RequestError(
-                f"the output cannot go on under the JSON schema: {self._matcher.get_error()}",
-                FIELD,
-            )
+            raise RequestError(f"{STUCK}: {self._matcher.get_error()}", FIELD)
+
+
+@contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """Turn what the library raises into an error of the request.
+
+    Faults of its own are panics, which are no `Exception` and would end the engine.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise RequestError(f"{what}: {error}", FIELD) from error
+        raise
 
 
 def _library() -> ModuleType:
