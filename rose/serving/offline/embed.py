@@ -1,8 +1,8 @@
 """`rose embed`: a file of texts in, a file of vectors out, in chunks that are saved as they finish.
 
-Reading and tokenising the next chunk goes on while the model runs the present one. The same command
-gives the same bytes, whether it ran through or was stopped and went on: chunks and batches are cut
-by the texts alone.
+Reading and tokenising the next chunk goes on while the model runs the present one. On one machine
+the same command gives the same bytes, whether it ran through or was stopped and went on: chunks and
+batches are cut by the texts alone. (The number of threads, for one, changes the last bits.)
 """
 
 import contextlib
