@@ -1,6 +1,5 @@
 """Incremental detokenisation and stop strings, against the tokenizer's own decoding."""
 
-import time
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -165,22 +164,17 @@ def test_bytes_of_tokens_in_the_middle_of_a_text():
 
 
 @pytest.mark.parametrize("name", ["byte-level", "llama", "metaspace", "wordpiece"])
-def test_time_per_token_does_not_grow_with_the_output(name):
-    backend = table(name).backend
-    ids = [
-        i for i in range(backend.get_vocab_size()) if not table(name).has_byte_fallback or i > 258
-    ]
-
-    def seconds(count: int) -> float:
-        detokenizer = IncrementalDetokenizer(table(name))
-        start = time.perf_counter()
-        for k in range(count):
-            detokenizer.push([ids[k % len(ids)]])
-        return time.perf_counter() - start
-
-    seconds(200)
-    short, long = min(seconds(500) for _ in range(3)), min(seconds(5000) for _ in range(3))
-    assert long < 10 * short * 3
+def test_work_per_token_does_not_grow_with_the_output(name, monkeypatch):
+    known, lengths = table(name), [0]
+    decode = known.decode
+    monkeypatch.setattr(
+        known, "decode", lambda ids, **kw: lengths.append(len(ids)) or decode(ids, **kw)
+    )
+    detokenizer = IncrementalDetokenizer(known)
+    first = 259 if known.has_byte_fallback else 0  # a run of bytes is decoded once, as a whole
+    for i in range(3000):
+        detokenizer.push([first + i % (known.backend.get_vocab_size() - first)])
+    assert max(lengths) <= 6
 
 
 TEXT = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12 and aab aaab"

@@ -16,6 +16,15 @@ EOS = 2
 ODD_FLOATS = [0.0, -1.0, 5e-324, 1e-300, 1e-9, 1e-5, 1e6, 1e300, float("inf"), float("nan")]
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """On a busy machine threads wait for each other longer than they work on tensors this small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def state(params: SamplingParams, vocab_size: int = V, **facts) -> SamplingState:
     return SamplingState(params, vocab_size=vocab_size, eos_ids=(EOS,), **facts)
 
@@ -112,7 +121,7 @@ def test_a_huge_temperature_is_uniform(temperature):
 )
 def test_tokens_come_as_often_as_they_should(cuts):
     logits = random_logits(1, 40, seed=7, scale=1.5)[0]
-    counts = draws(logits, SamplingParams(**cuts), 20000)
+    counts = draws(logits, SamplingParams(**cuts), 10000)
     wanted = expected(logits, **cuts)
     assert not counts[wanted == 0].any()
     often = wanted * counts.sum() >= 5
@@ -244,8 +253,9 @@ MIXED = [
 @pytest.mark.parametrize(("width", "dtype"), [(50, torch.float32), (9999, torch.bfloat16)])
 def test_a_row_does_not_depend_on_its_neighbours(width, dtype):
     """Alone, in a batch, in a shuffled batch and between failing rows: the same tokens."""
+    torch.set_num_threads(2)  # threads share out a batch by its size
     rng = np.random.default_rng(0)
-    params = [SamplingParams(seed=s, **p) for s, p in enumerate(MIXED * 2)]
+    params = [SamplingParams(seed=s, **p) for s, p in enumerate(MIXED)]
     steps = 3
     logits = random_logits(len(params) * steps, width).to(dtype).view(steps, len(params), width)
 

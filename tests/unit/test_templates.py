@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rose.models.card import ModelCard, TokenizerCard
 from rose.serving.gateway import template_sandbox
-from rose.serving.gateway.conversation import render_chat
+from rose.serving.gateway.conversation import render_turns, turns_of
 from rose.serving.gateway.generation_schemas import ChatRequest
 from rose.serving.gateway.templates import TemplateError, render
 
@@ -204,7 +204,8 @@ def test_a_final_message_to_continue_equals_transformers(name, content):
         messages, tokenize=False, continue_final_message=True
     )
     body = msgspec.convert({"messages": messages, "continue_final_message": True}, ChatRequest)
-    assert render_chat(body, model_card(TEMPLATES[name])) == expected
+    card = model_card(TEMPLATES[name])
+    assert render_turns(body, turns_of(body, card), card) == expected
 
 
 @pytest.mark.golden
