@@ -22,7 +22,7 @@ from rose.runtime.queue import EmbedJob
 from rose.serving import protocol
 from rose.serving.embed_service import EmbedService, FinishedEmbed, OverloadedError
 from rose.serving.generate_service import GenerateService, Key
-from rose.serving.process import stop_event
+from rose.serving.process import beat, stop_event
 from rose.serving.protocol import (
     PROTOCOL_VERSION,
     Cancel,
@@ -77,7 +77,7 @@ class EngineServer:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set, then finish what was admitted and return."""
-        loops = [self._receive_loop, self._embed.run, self._watch_clients]
+        loops = [self._receive_loop, self._embed.run, self._watch_clients, beat]
         if self._generate:
             loops.append(self._generate.run)
         tasks = [asyncio.create_task(loop()) for loop in loops]

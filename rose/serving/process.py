@@ -1,6 +1,7 @@
 """What every process of the tree does at its start: logging, signals, not outliving its parent."""
 
 import asyncio
+import contextlib
 import ctypes
 import logging
 import os
@@ -9,6 +10,8 @@ import socket
 import sys
 
 PARENT_VARIABLE = "ROSE_PARENT_PID"
+HEARTBEAT_VARIABLE = "ROSE_HEARTBEAT_FD"
+HEARTBEAT_S = 1.0
 PR_SET_PDEATHSIG = 1
 BACKLOG = 2048
 
@@ -31,6 +34,15 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):  # it died before the request to the kernel
         raise SystemExit("the supervisor is gone")
+
+
+async def beat() -> None:
+    """Tell the supervisor, if there is one, that this event loop turns, until cancelled."""
+    pipe = os.environ.get(HEARTBEAT_VARIABLE)
+    while pipe is not None:
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):  # it is slow, or gone
+            os.write(int(pipe), b".")
+        await asyncio.sleep(HEARTBEAT_S)
 
 
 def stop_event() -> asyncio.Event:

@@ -4,29 +4,25 @@ import contextlib
 import http.client
 import json
 import logging
-import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from types import FrameType
 
-from rose.serving.process import PARENT_VARIABLE, listen
+from rose.serving.children import Child
+from rose.serving.process import listen
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.05
 DRAIN_LIMIT_S = 30.0
-
-
-class ChildFailedError(RuntimeError):
-    """A process of the tree ended although nobody asked it to."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequestedError(Exception):
@@ -62,7 +58,7 @@ def _parse_model(argument: str) -> ModelSpec:
 
 
 class Supervisor:
-    """A process tree of engines and one gateway."""
+    """A process tree of engines and one gateway, kept running."""
 
     def __init__(
         self,
@@ -70,8 +66,9 @@ class Supervisor:
         *,
         host: str,
         port: int,
-        engine_options: Sequence[str],
-        gateway_options: Sequence[str],
+        replicas: int = 1,
+        engine_options: Sequence[str] = (),
+        gateway_options: Sequence[str] = (),
         secrets: Mapping[str, str],
     ) -> None:
         """Prepare the tree; the options are passed on to `rose engine` and `rose gateway`.
@@ -79,19 +76,21 @@ class Supervisor:
         `secrets` reach the gateway by its environment, where other users cannot read them.
         """
         self._models = models
+        self._replicas = replicas
         self._host, self._port = host, port
         self._engine_options, self._gateway_options = engine_options, gateway_options
         self._secrets = {name: value for name, value in secrets.items() if value}
-        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._children: list[Child] = []
 
     def run(self) -> int:
-        """Run until a signal asks to stop (returns 0) or a child fails (raises).
+        """Run until a signal asks to stop; returns 0 then.
 
         Raises:
             OSError: the port is taken; nothing has been started then.
-            ChildFailedError: a child ended by itself; the others have been stopped.
+            ChildFailedError: a process could not start, or was lost for good; the others have
+                been stopped.
         """
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOP_SIGNALS:
             signal.signal(number, _request_stop)
         with listen(self._host, self._port) as listener, _socket_folder() as folder:
             try:
@@ -99,7 +98,8 @@ class Supervisor:
                 self._wait_ready()
                 self._announce()
                 while True:
-                    self._check_children()
+                    for child in self._children:
+                        child.keep_running()
                     time.sleep(POLL_S)
             except StopRequestedError:
                 log.info("stopping")
@@ -109,28 +109,22 @@ class Supervisor:
 
     def _start(self, folder: Path, listener: socket.socket) -> None:
         addresses = []
-        for index, model in enumerate(self._models):
+        for index, (model, replica) in enumerate(product(self._models, range(self._replicas))):
             address = f"ipc://{folder}/{index}.sock"
             addresses += ["--engine", f"{model.name}={address}"]
             command = ["engine", model.path, "--name", model.name, "--bind", address]
-            self._spawn(f"engine {model.name}", [*command, *self._engine_options])
+            name = f"engine {model.name}" + (f" {replica}" if self._replicas > 1 else "")
+            self._children.append(Child(name, [*command, *self._engine_options], secrets={}))
         fd = listener.fileno()
         command = ["gateway", "--listen-fd", str(fd), *addresses, *self._gateway_options]
-        self._spawn("gateway", command, inherit=[fd])
-
-    def _spawn(self, name: str, arguments: Sequence[str], inherit: Sequence[int] = ()) -> None:
-        """Start a child in a session of its own, so that Ctrl-C reaches this process alone."""
-        self._children[name] = subprocess.Popen(
-            [sys.executable, "-m", "rose", *arguments],
-            env={**os.environ, **self._secrets, PARENT_VARIABLE: str(os.getpid())},
-            stdin=subprocess.DEVNULL,
-            pass_fds=inherit,
-            start_new_session=True,
-        )
+        self._children.append(Child("gateway", command, secrets=self._secrets, inherit=[fd]))
+        for child in self._children:
+            child.start()
 
     def _wait_ready(self) -> None:
         while not self._ready():
-            self._check_children()
+            for child in self._children:
+                child.check_started()
             time.sleep(POLL_S)
 
     def _ready(self) -> bool:
@@ -147,11 +141,6 @@ class Supervisor:
     def _reachable_host(self) -> str:
         return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
 
-    def _check_children(self) -> None:
-        for name, child in self._children.items():
-            if (code := child.poll()) is not None:
-                raise ChildFailedError(f"{name} ended ({_describe(code)}); its message is above")
-
     def _announce(self) -> None:
         host = f"[{self._reachable_host}]" if ":" in self._reachable_host else self._reachable_host
         url = f"http://{host}:{self._port}"
@@ -164,19 +153,23 @@ class Supervisor:
         )
 
     def _stop(self) -> None:
-        """Stop the gateway first, so that it can answer what the engines still work on."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
+        """Stop the gateway first, so that it can answer what the engines still work on.
+
+        A second signal ends everything at once.
+        """
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._kill_all)
         deadline = time.monotonic() + DRAIN_LIMIT_S
-        for name, child in reversed(self._children.items()):
-            if child.poll() is None:
-                child.terminate()
-            try:
-                child.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                log.warning("%s did not end in time and is killed", name)
+        for child in reversed(self._children):
+            child.terminate()
+            if not child.wait(max(0.1, deadline - time.monotonic())):
+                log.warning("%s did not end in time and is killed", child.name)
                 child.kill()
-                child.wait()
+            child.close()
+
+    def _kill_all(self, _number: int, _frame: FrameType | None) -> None:
+        for child in self._children:
+            child.kill()
 
 
 def _request_stop(number: int, _frame: FrameType | None) -> None:
@@ -191,7 +184,3 @@ def _socket_folder() -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _describe(code: int) -> str:
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

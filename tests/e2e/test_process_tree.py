@@ -41,16 +41,57 @@ def test_no_orphans_when_the_supervisor_is_killed(minilm, tmp_path):
     assert wait_gone(children) == []
 
 
-@pytest.mark.parametrize(("victim", "name"), [(0, "engine"), (1, "gateway")])
-def test_a_process_lost_for_good_ends_the_tree_with_an_error(minilm, tmp_path, victim, name):
+def ask(server):
+    body = {"model": "all-MiniLM-L6-v2", "input": "a red kite"}
+    return httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("victim", "number"),
+    [(0, signal.SIGKILL), (0, signal.SIGSTOP), (1, signal.SIGKILL)],
+    ids=["engine killed", "engine frozen", "gateway killed"],
+)
+def test_a_lost_process_is_started_again(minilm, tmp_path, victim, number):
     server = Server(minilm, "--max-batch-tokens", "512", log=tmp_path / "log").wait_ready()
-    children = server.children()
-    os.kill(children[victim], signal.SIGKILL)
-    assert server.process.wait(30) == 1
-    assert wait_gone(children) == []
-    last = server.log.strip().splitlines()[-1]
-    assert last.startswith(f"error: {name}")
-    assert "SIGKILL" in last
+    vector = ask(server).json()["data"][0]["embedding"]
+    before = server.children()
+    os.kill(before[victim], number)
+    began = time.monotonic()
+    while server.children() == before or before[victim] in server.children():
+        time.sleep(0.1)
+        assert time.monotonic() - began < 60, server.log
+    server.wait_ready()
+    assert ask(server).json()["data"][0]["embedding"] == vector
+    assert server.stop() == 0
+    assert wait_gone(before) == []
+
+
+def test_requests_under_way_are_answered_when_the_engine_dies(minilm, tmp_path):
+    server = Server(minilm, "--max-batch-tokens", "512", log=tmp_path / "log").wait_ready()
+    answers = []
+
+    def work():
+        body = {"model": "all-MiniLM-L6-v2", "input": ["many words here " * 60] * 300}
+        began = time.monotonic()
+        answer = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=60)
+        answers.append((answer, time.monotonic() - began))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(1)
+    os.kill(server.children()[0], signal.SIGKILL)
+    killed = time.monotonic()
+    for thread in threads:
+        thread.join()
+    assert time.monotonic() - killed < 2
+    for answer, _ in answers:
+        assert answer.status_code == 503
+        assert answer.json()["error"]["message"]
+    assert ask(server).status_code == 503
+    server.wait_ready()
+    assert ask(server).status_code == 200
+    assert server.stop() == 0
 
 
 @pytest.mark.parametrize(

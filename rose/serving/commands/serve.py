@@ -43,14 +43,16 @@ def serve(
     kv_cache_memory: KvCacheMemory = None,
     task: Tasks = None,
     deterministic: Deterministic = False,
+    replicas: Annotated[int, typer.Option(min=1, help="Engines per model.")] = 1,
     truncate: Truncate = False,
     strict_dimensions: StrictDimensions = False,
     request_timeout: RequestTimeout = 600.0,
     log_level: LogLevel = "info",
 ) -> None:
     """Serve models over HTTP: one engine per model and a gateway, as one process tree."""
+    from rose.serving.children import ChildFailedError
     from rose.serving.process import set_up_logging
-    from rose.serving.supervisor import ChildFailedError, Supervisor, parse_models
+    from rose.serving.supervisor import Supervisor, parse_models
 
     parse_tasks(task)  # wrong ones are said here, before anything starts
     set_up_logging(log_level, "serve")
@@ -58,6 +60,7 @@ def serve(
         parse_models(models),
         host=host,
         port=port,
+        replicas=replicas,
         engine_options=as_options(
             device=device,
             dtype=dtype,

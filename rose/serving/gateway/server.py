@@ -14,7 +14,8 @@ from starlette.applications import Starlette
 from rose.serving.client import EngineClient
 from rose.serving.gateway.app import create_app
 from rose.serving.gateway.settings import GatewaySettings
-from rose.serving.process import stop_event
+from rose.serving.process import beat, stop_event
+from rose.serving.replicas import ReplicaSet
 
 log = logging.getLogger(__name__)
 
@@ -25,13 +26,13 @@ def run_gateway(engines: Sequence[str], settings: GatewaySettings, listener: soc
     """Serve until a signal asks to stop, then finish running requests and return.
 
     Args:
-        engines: addresses, or NAME=ADDRESS; without a name it is the one that the engine gives,
-            and the gateway waits for that engine before it listens.
+        engines: addresses, or NAME=ADDRESS; engines of one name are replicas. Without a name it is
+            the one that the engine gives, and the gateway waits for that engine before it listens.
         settings: of the gateway.
         listener: a bound socket, see `rose.serving.process.listen`.
 
     Raises:
-        ValueError: an address cannot be used, or two engines have one name.
+        ValueError: an address cannot be used.
     """
     uvloop.run(_serve(engines, settings, listener))
 
@@ -40,31 +41,31 @@ async def _serve(
     engines: Sequence[str], settings: GatewaySettings, listener: socket.socket
 ) -> None:
     stop = stop_event()
+    beating = asyncio.create_task(beat())
     context = zmq.asyncio.Context()
-    clients: dict[str, EngineClient] = {}
+    clients: list[EngineClient] = []
     try:
+        models: dict[str, list[EngineClient]] = {}
         for engine in engines:
-            name, client = await _connect(context, engine)
-            if name in clients:
-                raise ValueError(f"two engines serve a model called {name!r}; use NAME=ADDRESS")
-            clients[name] = client
-        await _serve_http(create_app(clients, settings), listener, stop)
+            name, separator, address = engine.partition("=")
+            client = EngineClient(context, address if separator else engine)
+            client.start()
+            clients.append(client)
+            models.setdefault(name if separator else await _ask_name(client), []).append(client)
+        sets = {name: ReplicaSet(replicas) for name, replicas in models.items()}
+        await _serve_http(create_app(sets, settings), listener, stop)
     finally:
-        for client in clients.values():
+        beating.cancel()
+        for client in clients:
             await client.close()
         context.destroy(linger=0)
 
 
-async def _connect(context: zmq.asyncio.Context, engine: str) -> tuple[str, EngineClient]:
-    name, separator, address = engine.partition("=")
-    client = EngineClient(context, address if separator else engine)
-    client.start()
-    if separator:
-        return name, client
-    log.info("waiting for the engine at %s", engine)
+async def _ask_name(client: EngineClient) -> str:
+    log.info("waiting for the engine at %s", client.address)
     await client.wait_ready()
     assert client.card is not None
-    return client.card.name, client
+    return client.card.name
 
 
 async def _serve_http(app: Starlette, listener: socket.socket, stop: asyncio.Event) -> None:
