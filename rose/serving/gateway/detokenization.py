@@ -8,6 +8,7 @@ turns a whole run of byte tokens into U+FFFD) and drop things at the start of a 
 import codecs
 import json
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 import tokenizers
@@ -189,11 +190,7 @@ class _Automaton:
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.state = 0
-        self._shorter = [0] * (len(stop) + 1)  # for each state, the next smaller one to try
-        state = 0
-        for i in range(1, len(stop)):
-            state = self._next(state, stop[i])
-            self._shorter[i + 1] = state
+        self._shorter = _smaller_states(stop)
 
     def feed(self, char: str) -> bool:
         """Take a character; whether it completes the stop string."""
@@ -204,6 +201,19 @@ class _Automaton:
         while state and self.stop[state] != char:
             state = self._shorter[state]
         return state + 1 if self.stop[state] == char else 0
+
+
+@lru_cache(maxsize=256)
+def _smaller_states(stop: str) -> list[int]:
+    """For each state of an automaton, the next smaller one to try; for all choices of a request."""
+    found = [0] * (len(stop) + 1)
+    state = 0
+    for i in range(1, len(stop)):
+        while state and stop[state] != stop[i]:
+            state = found[state]
+        state = state + 1 if stop[state] == stop[i] else 0
+        found[i + 1] = state
+    return found
 
 
 class OutputText:
