@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose.serving.client_api import EngineError
-from rose.serving.gateway.generation_schemas import ChatAnswer
+from rose.serving.gateway.generation_schemas import ChatAnswer, ChatRequest, CompletionRequest
+from rose.serving.gateway.routes import OPERATIONS
 from tests.unit.gateway_stub import error_of
 from tests.unit.generation_stub import (
     BOS,
@@ -114,6 +115,34 @@ def test_greedy_choices_are_equal(http):
     assert {choice["message"]["content"] for choice in body["choices"]} == {"Good day to you."}
 
 
+def test_examples_work(http):
+    operations = [operation for operation in OPERATIONS if operation.tag == "Text generation"]
+    assert len(operations) == 2
+    for operation in operations:
+        response = http.post(operation.path, operation.example)
+        msgspec.json.decode(response.content, type=operation.answer)
+
+
+def test_schemas_frozen():
+    """Fields of a request are an interface: these lists change only on purpose."""
+    common = (
+        "add_special_tokens bad_words cache_salt frequency_penalty guided_choice guided_grammar "
+        "guided_json guided_regex ignore_eos include_stop_str_in_output logit_bias logits_processors "
+        "logprobs max_completion_tokens max_tokens min_p min_tokens model n presence_penalty priority "
+        "prompt_logprobs repetition_penalty request_id response_format seed skip_special_tokens stop "
+        "stop_token_ids stream stream_options structured_outputs temperature top_k top_p "
+        "truncate_prompt_tokens use_beam_search user"
+    )
+    chat_fields = (
+        "add_generation_prompt audio chat_template chat_template_kwargs continue_final_message "
+        "documents echo function_call functions messages modalities parallel_tool_calls "
+        "reasoning_effort tool_choice tools top_logprobs web_search_options"
+    )
+    completion_fields = "best_of echo prompt suffix"
+    for kind, own in ((ChatRequest, chat_fields), (CompletionRequest, completion_fields)):
+        assert set(kind.__struct_fields__) == {*common.split(), *own.split()}
+
+
 # Fields
 
 
@@ -181,6 +210,7 @@ NULLS = [
 
 def test_null_is_absent(http):
     expected = answer(http)["choices"]
+    assert answer(http, top_logprobs=0, n=1)["choices"] == expected
     assert answer(http, **dict.fromkeys(NULLS))["choices"] == expected
     assert sampling(http) == sampling(http, 0)
 

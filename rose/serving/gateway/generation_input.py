@@ -65,7 +65,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class _Wish:
     """What is asked for every prompt of a request."""
 
     sampling: SamplingParams
@@ -74,66 +74,13 @@ class Wish:
     n: int
 
 
-def chat_wish(body: ChatRequest, card: ModelCard) -> Wish:
-    """Checks a chat request and reads how its answers are to be made.
-
-    Raises:
-        ApiError: 400, naming the field.
-    """
-    refuse(body, _NO_CHAT)
-    if body.function_call not in (None, "none"):
-        raise bad_request("'function_call' is not supported: use 'tool_choice'.", "function_call")
-    if body.modalities and body.modalities != ["text"]:
-        raise bad_request("'modalities': only text is supported.", "modalities")
-    if body.top_logprobs is not None and not body.logprobs:
-        raise bad_request("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
-    call = forced_call(body, card)
-    top = (body.top_logprobs or 0) if body.logprobs else None
-    wish = _wish(body, card, max_tokens_of(body, None, 1), logprobs=top)
-    if call is None:
-        return wish
-    return replace(wish, sampling=msgspec.structs.replace(wish.sampling, grammar=call))
-
-
-def completion_wish(body: CompletionRequest, card: ModelCard) -> Wish:
-    """Checks a completion request and reads how its continuations are to be made.
-
-    Raises:
-        ApiError: 400, naming the field.
-    """
-    refuse(body, ("suffix",))
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        message = f"'best_of' is {str(body.best_of)[:24]}; only the same as 'n' is supported."
-        raise bad_request(message, "best_of")
-    max_tokens = max_tokens_of(body, COMPLETION_TOKENS, 0 if body.echo else 1)
-    wish = _wish(body, card, max_tokens, logprobs=body.logprobs)
-    if not body.echo:
-        return wish
-    sampling = msgspec.structs.replace(wish.sampling, prompt_logprobs=body.logprobs)
-    return replace(wish, sampling=sampling)
-
-
-def _wish(
-    body: ChatRequest | CompletionRequest,
-    card: ModelCard,
-    max_tokens: int | None,
-    logprobs: int | None,
-) -> Wish:
-    assert card.generation is not None
-    sampling = msgspec.structs.replace(
-        sampling_of(body, card),
-        grammar=grammar_of(body.response_format, card.generation),
-        logprobs=logprobs,
-    )
-    return Wish(sampling, text_rules(body), max_tokens, body.n or 1)
-
-
-def plan_chat(body: ChatRequest, wish: Wish, card: ModelCard, tokenizer: Tokenizer) -> Plan:
-    """Renders and tokenises a conversation. CPU work: call it off the event loop.
+def plan_chat(body: ChatRequest, card: ModelCard, tokenizer: Tokenizer) -> Plan:
+    """Checks a request, renders and tokenises it. CPU work: call it off the event loop.
 
     Raises:
         ApiError: 400, it is malformed or too long.
     """
+    wish = _chat_wish(body, card)
     turns, limit = turns_of(body, card), context_limit(card)
     for i, turn in enumerate(turns):
         _check_length(f"messages[{i}]", turn["content"], limit, tokenizer)
@@ -143,13 +90,14 @@ def plan_chat(body: ChatRequest, wish: Wish, card: ModelCard, tokenizer: Tokeniz
 
 
 def plan_completion(
-    body: CompletionRequest, wish: Wish, card: ModelCard, tokenizer: Tokenizer, max_choices: int
+    body: CompletionRequest, card: ModelCard, tokenizer: Tokenizer, max_choices: int
 ) -> Plan:
-    """Tokenises prompts. CPU work: call it off the event loop.
+    """Checks a request and tokenises its prompts. CPU work: call it off the event loop.
 
     Raises:
-        ApiError: 400, a prompt is empty, malformed or too long.
+        ApiError: 400, it is malformed, or a prompt is empty or too long.
     """
+    wish = _completion_wish(body, card)
     texts, rows = _prompt_form(body)
     count = max(len(texts), len(rows))
     if count * wish.n > max_choices:
@@ -176,7 +124,63 @@ def table_of(tokenizer: Tokenizer) -> TokenTable:
     return TokenTable(tokenizer.backend)
 
 
-def _plan(prompts: Mapping[str, Prompt], wish: Wish, card: ModelCard, tokenizer: Tokenizer) -> Plan:
+def _chat_wish(body: ChatRequest, card: ModelCard) -> _Wish:
+    """Checks a chat request and reads how its answers are to be made.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    refuse(body, _NO_CHAT)
+    if body.function_call not in (None, "none"):
+        raise bad_request("'function_call' is not supported: use 'tool_choice'.", "function_call")
+    if body.modalities and body.modalities != ["text"]:
+        raise bad_request("'modalities': only text is supported.", "modalities")
+    if body.top_logprobs and not body.logprobs:
+        raise bad_request("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
+    call = forced_call(body, card)
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    wish = _wish(body, card, max_tokens_of(body, None, 1), logprobs=top)
+    if call is None:
+        return wish
+    return replace(wish, sampling=msgspec.structs.replace(wish.sampling, grammar=call))
+
+
+def _completion_wish(body: CompletionRequest, card: ModelCard) -> _Wish:
+    """Checks a completion request and reads how its continuations are to be made.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    refuse(body, ("suffix",))
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        message = f"'best_of' is {str(body.best_of)[:24]}; only the same as 'n' is supported."
+        raise bad_request(message, "best_of")
+    max_tokens = max_tokens_of(body, COMPLETION_TOKENS, 0 if body.echo else 1)
+    wish = _wish(body, card, max_tokens, logprobs=body.logprobs)
+    if not body.echo:
+        return wish
+    sampling = msgspec.structs.replace(wish.sampling, prompt_logprobs=body.logprobs)
+    return replace(wish, sampling=sampling)
+
+
+def _wish(
+    body: ChatRequest | CompletionRequest,
+    card: ModelCard,
+    max_tokens: int | None,
+    logprobs: int | None,
+) -> _Wish:
+    assert card.generation is not None
+    sampling = msgspec.structs.replace(
+        sampling_of(body, card),
+        grammar=grammar_of(body.response_format, card.generation),
+        logprobs=logprobs,
+    )
+    return _Wish(sampling, text_rules(body), max_tokens, body.n or 1)
+
+
+def _plan(
+    prompts: Mapping[str, Prompt], wish: _Wish, card: ModelCard, tokenizer: Tokenizer
+) -> Plan:
     limit, table = context_limit(card), table_of(tokenizer)
     choices: list[Choice] = []
     for place, prompt in prompts.items():
@@ -210,7 +214,7 @@ def _check_length(place: str, text: str, limit: int, tokenizer: Tokenizer) -> No
         raise _too_long(place, f"more than {2 * limit}", 1, limit)
 
 
-def _room(place: str, found: str, tokens: int, wish: Wish, limit: int) -> int:
+def _room(place: str, found: str, tokens: int, wish: _Wish, limit: int) -> int:
     """How many tokens fit behind a prompt."""
     needed = 0 if wish.max_tokens == 0 else 1
     if tokens + needed > limit:

@@ -6,7 +6,7 @@ from starlette.responses import Response
 
 from rose.serving.gateway.answer_head import Head
 from rose.serving.gateway.chat_output import ChatOutput
-from rose.serving.gateway.generation_input import Plan, chat_wish, plan_chat, table_of
+from rose.serving.gateway.generation_input import Plan, plan_chat, table_of
 from rose.serving.gateway.generation_schemas import ChatAnswer, ChatRequest
 from rose.serving.gateway.generation_service import respond
 from rose.serving.gateway.operation import BODY_ERRORS, Call, Operation
@@ -17,12 +17,11 @@ async def chat(call: Call[ChatRequest]) -> Response:
     body, gateway = call.body, call.gateway
     model = gateway.table.choose(body.model, "generate")
     card = model.card
-    wish = chat_wish(body, card)
     tokenizer = await model.tokenizer(gateway.pool)
     head = Head.new("chatcmpl", model.name, card)
 
     def prepare() -> tuple[Plan, ChatOutput]:
-        plan = plan_chat(body, wish, card, tokenizer)
+        plan = plan_chat(body, card, tokenizer)
         return plan, ChatOutput(body, plan, head, table_of(tokenizer))
 
     started = time.perf_counter()

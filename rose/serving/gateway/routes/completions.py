@@ -8,7 +8,6 @@ from rose.serving.gateway.answer_head import Head
 from rose.serving.gateway.completion_output import CompletionOutput
 from rose.serving.gateway.generation_input import (
     Plan,
-    completion_wish,
     plan_completion,
     table_of,
 )
@@ -22,12 +21,11 @@ async def completions(call: Call[CompletionRequest]) -> Response:
     body, gateway = call.body, call.gateway
     model = gateway.table.choose(body.model, "generate")
     card = model.card
-    wish = completion_wish(body, card)
     tokenizer = await model.tokenizer(gateway.pool)
     head = Head.new("cmpl", model.name, card)
 
     def prepare() -> tuple[Plan, CompletionOutput]:
-        plan = plan_completion(body, wish, card, tokenizer, gateway.settings.max_inputs)
+        plan = plan_completion(body, card, tokenizer, gateway.settings.max_inputs)
         return plan, CompletionOutput(body, plan, head, table_of(tokenizer))
 
     started = time.perf_counter()
