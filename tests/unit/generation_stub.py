@@ -1,18 +1,21 @@
 """An engine that generates what a script says, for tests of the gateway; no model, no torch."""
 
 import asyncio
+import json
 import socket
 import threading
 import time
-from collections.abc import Iterable
 from contextlib import contextmanager
 
+import msgspec
+import pytest
 import tokenizers
 import uvicorn
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from rose.models.card import GenerationCard, ModelCard, TokenizerCard
 from rose.serving.gateway.app import create_app
+from rose.serving.gateway.generation_schemas import ChatAnswer
 from rose.serving.gateway.settings import GatewaySettings
 from rose.serving.protocol import Stats, TokenLogprobs, TokensDelta
 from tests.unit.gateway_stub import Http
@@ -25,6 +28,7 @@ TOOL_TEMPLATE = (
     "{% for t in tools or [] %}[{{ t | tojson }}]{% endfor %}"
     "{% for m in messages %}{{ m.content }}{% endfor %}"
 )
+HI = [{"role": "user", "content": "hi"}]
 SPECIAL = ["<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
 BOS, END = 0, 1
 VOCAB_SIZE = 320  # a little more than the tokenizer has
@@ -213,11 +217,21 @@ def wait_for(condition, seconds=5.0):
         time.sleep(0.005)
 
 
-def texts(events: Iterable[dict], index=0):
-    """Joined content of a choice in the chunks of a chat stream."""
-    return "".join(
-        choice["delta"].get("content") or ""
-        for event in events
-        for choice in event["choices"]
-        if choice["index"] == index
-    )
+def chat(http, messages=HI, **fields):
+    return http.post("/v1/chat/completions", {"messages": messages, **fields})
+
+
+def answer(http, messages=HI, **fields):
+    response = chat(http, messages, **fields)
+    assert response.status_code == 200, response.text
+    assert response.content.isascii()
+    msgspec.json.decode(response.content, type=ChatAnswer)
+    return json.loads(response.content, parse_constant=pytest.fail)
+
+
+def sampling_of(http, call=-1):
+    return http.client.calls[call][1]
+
+
+def prompt_of(http, call=-1):
+    return http.client.backend.decode(http.client.calls[call][0], skip_special_tokens=False)

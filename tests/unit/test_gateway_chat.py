@@ -1,38 +1,27 @@
-"""POST /v1/chat/completions, not streamed: fields, prompts, answers; against a stub engine."""
+"""POST /v1/chat/completions, not streamed: the answer and the fields; against a stub engine."""
 
 import json
-import math
-from pathlib import Path
 
 import msgspec
 import pytest
-import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose.serving.client_api import EngineError
-from rose.serving.gateway.generation_schemas import ChatAnswer, ChatRequest, CompletionRequest
+from rose.serving.gateway.generation_schemas import ChatRequest, CompletionRequest
 from rose.serving.gateway.routes import OPERATIONS
 from tests.unit.gateway_stub import error_of
 from tests.unit.generation_stub import (
-    BOS,
     END,
-    TOOL_TEMPLATE,
+    HI,
     VOCAB_SIZE,
     StubLLM,
+    answer,
     byte_tokenizer,
+    chat,
     http_of,
+    prompt_of,
+    sampling_of,
 )
-
-HI = [{"role": "user", "content": "hi"}]
-SMOLLM = Path(__file__).parents[2] / ".models" / "SmolLM2-135M-Instruct"
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    },
-}
 
 
 @pytest.fixture(scope="module")
@@ -43,26 +32,6 @@ def backend():
 @pytest.fixture
 def http(backend):
     return http_of(StubLLM(backend=backend).say("Good day to you."))
-
-
-def chat(http, messages=HI, **fields):
-    return http.post("/v1/chat/completions", {"messages": messages, **fields})
-
-
-def answer(http, messages=HI, **fields):
-    response = chat(http, messages, **fields)
-    assert response.status_code == 200, response.text
-    assert response.content.isascii()
-    msgspec.json.decode(response.content, type=ChatAnswer)
-    return json.loads(response.content, parse_constant=pytest.fail)
-
-
-def sampling(http, call=-1):
-    return http.client.calls[call][1]
-
-
-def prompt(http, call=-1):
-    return http.client.backend.decode(http.client.calls[call][0], skip_special_tokens=False)
 
 
 # The answer
@@ -148,7 +117,7 @@ def test_schemas_frozen():
 
 def test_defaults(http):
     answer(http)
-    found = sampling(http)
+    found = sampling_of(http)
     assert (found.temperature, found.top_p, found.top_k, found.min_p) == (1, 1, 0, 0)
     assert (found.seed, found.logprobs, found.grammar, found.stop_token_ids) == (
         None,
@@ -162,11 +131,11 @@ def test_precedence_of_sampling_defaults(backend):
     facts = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1}
     http = http_of(StubLLM([END], backend, generation={**facts, "repetition_penalty": 1.1}))
     answer(http)
-    found = sampling(http)
+    found = sampling_of(http)
     assert {name: getattr(found, name) for name in facts} == facts
     assert found.repetition_penalty == 1.1
     answer(http, temperature=0, top_k=0, top_p=1, min_p=0, repetition_penalty=1)
-    found = sampling(http)
+    found = sampling_of(http)
     assert (found.temperature, found.top_k, found.top_p, found.min_p) == (0, 0, 1, 0)
     assert found.repetition_penalty == 1
 
@@ -212,7 +181,7 @@ def test_null_is_absent(http):
     expected = answer(http)["choices"]
     assert answer(http, top_logprobs=0, n=1)["choices"] == expected
     assert answer(http, **dict.fromkeys(NULLS))["choices"] == expected
-    assert sampling(http) == sampling(http, 0)
+    assert sampling_of(http) == sampling_of(http, 0)
 
 
 def test_vendor_fields_are_ignored(http):
@@ -230,7 +199,7 @@ def test_vendor_fields_are_ignored(http):
     }
     messages = [{"role": "user", "content": "hi", "name": None, "refusal": None}]
     assert answer(http, messages, **vendor)["choices"][0]["message"]["content"]
-    assert sampling(http).grammar is None
+    assert sampling_of(http).grammar is None
 
 
 @pytest.mark.parametrize(
@@ -257,7 +226,7 @@ def test_vendor_fields_are_ignored(http):
 )
 def test_good_values(http, field, value, expected):
     answer(http, **{field: value})
-    assert getattr(sampling(http), field) == expected
+    assert getattr(sampling_of(http), field) == expected
 
 
 BAD = [
@@ -376,7 +345,7 @@ def test_raw_numbers_and_surrogates(http):
             error_of(http.post("/v1/chat/completions", body % text))
     body = rb'{"messages":[{"role":"user","content":"\ud83e\udd99"}]}'
     assert http.post("/v1/chat/completions", body).status_code == 200
-    assert "🦙" in prompt(http)
+    assert "🦙" in prompt_of(http)
 
 
 def test_nested_tools_are_refused(http):
@@ -388,388 +357,6 @@ def test_nested_tools_are_refused(http):
     call = '{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":%s}}]}'
     body = '{"messages":[%s]}' % (call % arguments)
     error_of(http.post("/v1/chat/completions", body.encode()))
-
-
-# Lengths
-
-
-def test_max_tokens(http):
-    cases = [
-        ({"max_completion_tokens": 5}, 5),
-        ({"max_tokens": 5}, 5),
-        ({"max_tokens": None, "max_completion_tokens": 5}, 5),
-        ({"max_tokens": 5, "max_completion_tokens": 5}, 5),
-    ]
-    for fields, count in cases:
-        body = answer(http, **fields)
-        assert body["usage"]["completion_tokens"] == count
-        assert body["choices"][0]["finish_reason"] == "length"
-    body = answer(http, max_tokens=200)
-    assert body["choices"][0]["finish_reason"] == "stop"
-    assert error_of(chat(http, max_tokens=4, max_completion_tokens=5))["param"]
-    assert error_of(chat(http, max_tokens=4, min_tokens=5))["param"] == "min_tokens"
-
-
-@pytest.mark.parametrize("pages", [0, 100, 4096])
-def test_what_does_not_fit_is_cut(backend, pages):
-    http = http_of(StubLLM([65] * 500, backend, generation={"max_kv_tokens": pages}))
-    limit = min(256, pages or 256)
-    for fields in ({}, {"max_tokens": None}, {"max_tokens": 10**30}, {"min_tokens": 10**30}):
-        usage = answer(http, **fields)["usage"]
-        assert usage["total_tokens"] == limit
-        assert sampling(http).min_tokens <= sampling(http).max_tokens
-
-
-@pytest.mark.parametrize("pages", [100, 4096])
-def test_too_long(backend, pages):
-    http = http_of(StubLLM([65], backend, generation={"max_kv_tokens": pages}))
-    limit = min(256, pages)
-    fixed = answer(http, [{"role": "user", "content": ""}])["usage"]["prompt_tokens"]
-    fits = [{"role": "user", "content": "z" * (limit - fixed - 1)}]
-    assert answer(http, fits)["usage"]["completion_tokens"] == 1
-    over = [{"role": "user", "content": "z" * (limit - fixed)}]
-    error = error_of(chat(http, over))
-    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
-    assert str(limit) in error["message"]
-
-
-def test_huge_messages_are_refused_before_all_is_tokenised(http):
-    error = error_of(chat(http, [{"role": "user", "content": "lorem ipsum " * 500_000}]))
-    assert error["code"] == "context_length_exceeded"
-    assert "more than" in error["message"]
-    assert "256" in error["message"]
-
-
-# Prompts
-
-
-def test_prompt(http):
-    answer(http, [{"role": "system", "content": "s"}, *HI])
-    assert prompt(http) == "<|system|>s<|end|><|user|>hi<|end|><|assistant|>"
-    answer(http, add_generation_prompt=False)
-    assert prompt(http) == "<|user|>hi<|end|>"
-
-
-def test_no_second_bos():
-    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    facts = {"chat_templates": {"default": template}}
-    http = http_of(StubLLM([END], byte_tokenizer(bos=True), tokenizer=facts))
-    answer(http)
-    assert http.client.calls[-1][0].count(BOS) == 1
-    answer(http, add_special_tokens=True)
-    assert http.client.calls[-1][0].count(BOS) == 2  # as asked
-
-
-def test_developer_is_system_unless_the_template_knows_better(backend, http):
-    answer(http, [{"role": "developer", "content": "d"}, *HI])
-    assert prompt(http).startswith("<|system|>d")
-    template = "{% for m in messages %}{% if m.role == 'developer' %}!{% endif %}{% endfor %}?"
-    facts = {"chat_templates": {"default": template}}
-    http = http_of(StubLLM([END], backend, tokenizer=facts))
-    answer(http, [{"role": "developer", "content": "d"}])
-    assert prompt(http) == "!?"
-
-
-@pytest.mark.parametrize("content", [None, "", "absent", []])
-@pytest.mark.parametrize("form", ["{{ m.content }}", "{{ m['content'] + '' }}"])
-def test_no_content_is_empty_content(backend, content, form):
-    template = (
-        "{% for m in messages %}[" + form + "]{% for c in m.tool_calls or [] %}"
-        "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}{% endfor %}"
-        "{% endfor %}"
-    )
-    http = http_of(StubLLM([END], backend, tokenizer={"chat_templates": {"default": template}}))
-    call = {"id": "c1", "type": "function"}
-    call["function"] = {"name": "w", "arguments": '{"city":"Oslo"}'}
-    turn = {"role": "assistant", "tool_calls": [call]}
-    if content != "absent":
-        turn["content"] = content
-    result = {"role": "tool", "tool_call_id": "c1", "content": "rain"}
-    answer(http, [*HI, turn, result, {"role": "user", "content": "ok?"}])
-    assert prompt(http) == "[hi][]city=Oslo[rain][ok?]"
-
-
-def test_text_parts(http):
-    parts = [{"type": "text", "text": "a"}]
-    answer(http, [{"role": "user", "content": parts}])
-    assert "<|user|>a<|end|>" in prompt(http)
-
-
-@pytest.mark.parametrize("template", ["trim", "keep"])
-@pytest.mark.parametrize("content", ["Once upon", "Once upon  ", " a time "])
-def test_continue_final_message(backend, template, content):
-    form = "{{ m.content | trim }}" if template == "trim" else "{{ m.content }}"
-    source = "{% for m in messages %}<|user|>" + form + "<|end|>{% endfor %}"
-    http = http_of(StubLLM([END], backend, tokenizer={"chat_templates": {"default": source}}))
-    turn = {"role": "assistant", "content": content}
-    answer(http, [*HI, turn], continue_final_message=True, add_generation_prompt=False)
-    shown = content.strip() if template == "trim" else content
-    assert prompt(http) == f"<|user|>hi<|end|><|user|>{shown}"
-    both = {"continue_final_message": True, "add_generation_prompt": True}
-    assert error_of(chat(http, [*HI, turn], **both))["param"] == "continue_final_message"
-
-
-def test_template_variables(backend):
-    source = "{{ messages[0].content }}{{ mood }}{{ reasoning_effort }}{{ documents[0].text }}"
-    http = http_of(StubLLM([END], backend, tokenizer={"chat_templates": {"default": source}}))
-    fields = {"chat_template_kwargs": {"mood": "glad"}, "reasoning_effort": "low"}
-    answer(http, documents=[{"text": "D"}], **fields)
-    assert prompt(http) == "higladlowD"
-
-
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        ("{{ raise_exception('no system role, please') }}", "no system role, please"),
-        ("{% for", "template"),
-        ("{{ nothing.at.all }}", "template"),
-        ("{{ 1 / 0 }}", "template"),
-        ("", "empty"),
-    ],
-)
-def test_template_errors(backend, source, words):
-    http = http_of(StubLLM([END], backend, tokenizer={"chat_templates": {"default": source}}))
-    error = error_of(chat(http))
-    assert error["param"] == "messages"
-    assert words in error["message"]
-
-
-def test_no_template(backend):
-    http = http_of(StubLLM([END], backend, tokenizer={"chat_templates": {}}))
-    assert "no chat template" in error_of(chat(http))["message"]
-    assert http.post("/v1/completions", {"prompt": "x"}).status_code == 200
-
-
-# Stops and text
-
-
-def test_stop_strings(http):
-    for stop in ("day", ["zzz", "day"]):
-        choice = answer(http, stop=stop)["choices"][0]
-        assert (choice["message"]["content"], choice["finish_reason"]) == ("Good ", "stop")
-    choice = answer(http, stop="day", include_stop_str_in_output=True)["choices"][0]
-    assert choice["message"]["content"] == "Good day"
-    assert answer(http, stop=[])["choices"][0]["message"]["content"] == "Good day to you."
-
-
-def test_a_stop_string_ends_the_work(http):
-    http.client.per_delta = 1
-    usage = answer(http, stop="Good")["usage"]
-    assert http.client.cancelled == 1
-    assert http.client.running == 0
-    assert usage["completion_tokens"] == http.client.delivered == 4
-
-
-def test_min_tokens_hides_stops(http):
-    choice = answer(http, stop=["o"], min_tokens=6)["choices"][0]
-    assert choice["message"]["content"] == "Good day t"
-
-
-def test_stop_token_has_no_text_unless_asked_for(http):
-    (token,) = http.client.backend.encode("y").ids
-    choice = answer(http, stop_token_ids=[token])["choices"][0]
-    assert (choice["message"]["content"], choice["finish_reason"]) == ("Good da", "stop")
-    fields = {"stop_token_ids": [token], "include_stop_str_in_output": True}
-    assert answer(http, **fields)["choices"][0]["message"]["content"] == "Good day"
-
-
-def test_special_tokens_are_left_out(http):
-    http.client.script = [65 + 6, BOS, 66 + 6, END]
-    hidden = answer(http)["choices"][0]["message"]["content"]
-    shown = answer(http, skip_special_tokens=False)["choices"][0]["message"]["content"]
-    assert "<|bos|>" not in hidden
-    assert shown.replace("<|bos|>", "") == hidden
-
-
-def test_split_characters(http):
-    http.client.say("🦙🧪 日本 café")
-    assert answer(http)["choices"][0]["message"]["content"] == "🦙🧪 日本 café"
-    http.client.script = http.client.backend.encode("🧪").ids[:-1]  # not all of its bytes
-    assert answer(http)["choices"][0]["message"]["content"].endswith("\N{REPLACEMENT CHARACTER}")
-
-
-# Log-probabilities
-
-
-def test_logprobs(http):
-    http.client.say("é!")
-    body = answer(http, logprobs=True, top_logprobs=20)
-    entries = body["choices"][0]["logprobs"]["content"]
-    assert len(entries) == body["usage"]["completion_tokens"]
-    assert b"".join(bytes(entry["bytes"]) for entry in entries[:-1]) == "é!".encode()
-    assert all(len(entry["top_logprobs"]) == 20 for entry in entries)
-    assert set(entries[0]) == {"token", "logprob", "bytes", "top_logprobs"}
-    assert set(entries[0]["top_logprobs"][0]) == {"token", "logprob", "bytes"}
-    entries = answer(http, logprobs=True)["choices"][0]["logprobs"]["content"]
-    assert entries[0]["top_logprobs"] == []
-    assert answer(http, logprobs=False)["choices"][0]["logprobs"] is None
-    assert sampling(http).logprobs is None
-
-
-def test_impossible_tokens_have_a_floor(http):
-    http.client.logprob_of = lambda _: -math.inf
-    entry = answer(http, logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"][0]
-    assert entry["logprob"] == entry["top_logprobs"][0]["logprob"] == -9999.0
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_other_numbers_that_are_not_finite_are_errors(http, value):
-    http.client.logprob_of = lambda _: value
-    assert error_of(chat(http, logprobs=True), 500)["code"] == "non_finite"
-    assert http.client.running == 0
-
-
-# Structured output and tools
-
-
-def test_response_format(http):
-    answer(http, response_format={"type": "json_object"})
-    assert sampling(http).grammar == "{}"
-    schema = {"type": "object", "properties": {"z": {}, "a": {"const": "é"}}}
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
-    answer(http, response_format=form)
-    assert json.loads(sampling(http).grammar) == schema
-    assert sampling(http).grammar.index('"z"') < sampling(http).grammar.index('"a"')
-
-
-def test_no_structured_output(backend):
-    http = http_of(StubLLM([END], backend, generation={"structured_output": False}))
-    schema = {"type": "json_schema", "json_schema": {"schema": {}}}
-    for form in ({"type": "json_object"}, schema):
-        assert error_of(chat(http, response_format=form))["param"] == "response_format"
-    assert chat(http, response_format={"type": "text"}).status_code == 200
-
-
-@pytest.fixture
-def agent(backend):
-    return http_of(
-        StubLLM(
-            backend=backend,
-            tokenizer={"chat_templates": {"tool_use": TOOL_TEMPLATE, "default": "x"}},
-        )
-    )
-
-
-def test_tools_are_shown_and_calls_found(agent):
-    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslø"}}\n</tool_call>'
-    agent.client.say(f"Let me see.\n{call}\n{call}")
-    body = answer(agent, tools=[WEATHER])
-    assert prompt(agent) == f"[{json.dumps(WEATHER)}]hi"
-    choice = body["choices"][0]
-    assert choice["finish_reason"] == "tool_calls"
-    assert choice["message"]["content"] == "Let me see."
-    calls = choice["message"]["tool_calls"]
-    assert len({call.pop("id") for call in calls}) == 2
-    function = {"name": "weather", "arguments": '{"city": "Oslø"}'}
-    assert calls == [{"type": "function", "function": function}] * 2
-    message = answer(agent, tools=[WEATHER], parallel_tool_calls=False)["choices"][0]["message"]
-    assert len(message["tool_calls"]) == 1
-
-
-def test_a_call_alone_has_no_content(agent):
-    agent.client.say('<tool_call>{"name": "weather", "arguments": {}}</tool_call>')
-    assert answer(agent, tools=[WEATHER])["choices"][0]["message"]["content"] is None
-
-
-def test_no_tools_no_calls(agent):
-    text = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
-    agent.client.say(text)
-    for fields in ({}, {"tools": []}, {"tools": [WEATHER], "tool_choice": "none"}):
-        choice = answer(agent, **fields)["choices"][0]
-        assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
-        assert "tool_calls" not in choice["message"]
-    assert "weather" not in prompt(agent)
-
-
-def test_a_call_that_is_cut_off_is_text(agent):
-    agent.client.say('<tool_call>{"name": "weather", "arguments": {}}</tool_call>')
-    choice = answer(agent, tools=[WEATHER], max_tokens=9)["choices"][0]
-    assert choice["finish_reason"] == "length"
-    assert choice["message"]["content"].startswith("<tool_call>")
-
-
-def test_tools_need_a_template_that_shows_them(http):
-    assert error_of(chat(http, tools=[WEATHER]))["param"] == "tools"
-    assert chat(http, tools=[WEATHER], tool_choice="none").status_code == 200
-
-
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "w2"}}])
-def test_forced_calls(agent, choice):
-    second = {
-        "type": "function",
-        "function": {
-            "name": "w2",
-            "parameters": {"$ref": "#/$defs/p", "$defs": {"p": {"type": "object"}}},
-        },
-    }
-    agent.client.say('{"name": "w2", "arguments": {"a": 1}}')
-    body = answer(agent, tools=[WEATHER, second], tool_choice=choice)
-    message = body["choices"][0]["message"]
-    assert message["content"] is None
-    assert message["tool_calls"][0]["function"] == {"name": "w2", "arguments": '{"a": 1}'}
-    assert body["choices"][0]["finish_reason"] == "tool_calls"
-    schema = json.loads(sampling(agent).grammar)
-    assert schema["$defs"] == {"p": {"type": "object"}}
-    calls = schema.get("anyOf", [schema])
-    names = [call["properties"]["name"]["const"] for call in calls]
-    assert names == (["weather", "w2"] if choice == "required" else ["w2"])
-
-
-def test_forced_calls_that_cannot_be(agent):
-    unknown = {"type": "function", "function": {"name": "other"}}
-    for choice in (unknown, {"type": "function"}, {}):
-        error = error_of(chat(agent, tools=[WEATHER], tool_choice=choice))
-        assert error["param"] == "tool_choice"
-    form = {"type": "json_object"}
-    error = error_of(chat(agent, tools=[WEATHER], response_format=form))
-    assert error["param"] == "response_format"
-    agent.client.card = msgspec.structs.replace(
-        agent.client.card,
-        generation=msgspec.structs.replace(agent.client.card.generation, structured_output=False),
-    )
-    error = error_of(chat(agent, tools=[WEATHER], tool_choice="required"))
-    assert error["param"] == "tool_choice"
-
-
-# Failures
-
-
-@pytest.mark.parametrize(
-    ("kind", "status"),
-    [("bad_request", 400), ("overloaded", 429), ("unavailable", 503), ("internal", 500)],
-)
-@pytest.mark.parametrize("after", [0, 3])
-def test_engine_failures(http, kind, status, after):
-    http.client.failure, http.client.fail_after = EngineError(kind, "because", "seed"), after
-    error = error_of(chat(http, n=3), status)
-    assert (error["message"], error["code"], error["param"]) == ("because", kind, "seed")
-    assert http.client.running == 0
-
-
-def test_a_model_that_cannot_generate(backend):
-    client = StubLLM([END], backend, tasks=("embed",))
-    assert error_of(chat(http_of(client)))["param"] == "model"
-    client = StubLLM([END], backend)
-    client.ready = False
-    error_of(chat(http_of(client)), 503)
-
-
-def test_deadline(backend):
-    client = StubLLM([65] * 50, backend)
-    client.delay_s = 0.05
-    http = http_of(client, request_timeout_s=0.2)
-    assert error_of(chat(http), 504)["code"] == "deadline"
-    assert client.running == 0
-    assert client.cancelled == 1
-
-
-def test_metrics(http):
-    answer(http, n=2)
-    lines = http.get("/metrics").text.splitlines()
-    tokens = 2 * len(http.client.script)
-    assert f'rose_generated_tokens_total{{model="llm"}} {tokens}.0' in lines
-    assert 'rose_time_to_first_token_seconds_count{model="llm"} 2.0' in lines
-    assert 'rose_time_per_output_token_seconds_count{model="llm"} 2.0' in lines
 
 
 # Anything at all
@@ -805,32 +392,3 @@ def test_any_body_is_answered(fields, whole):
     if response.status_code != 200:
         error_of(response, response.status_code)
     assert FUZZED.client.running == 0
-
-
-# A real checkpoint's tokenizer and template
-
-
-@pytest.mark.golden
-def test_smollm_prompt():
-    from transformers import AutoTokenizer
-
-    if not SMOLLM.is_dir():
-        pytest.skip(f"{SMOLLM} is not there; `make models` fetches it")
-    oracle = AutoTokenizer.from_pretrained(SMOLLM)
-    backend = tokenizers.Tokenizer.from_file(str(SMOLLM / "tokenizer.json"))
-    facts = {
-        "special_tokens": {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"},
-        "chat_templates": {"default": (SMOLLM / "chat_template.jinja").read_text()},
-    }
-    client = StubLLM(backend=backend, tokenizer=facts, generation={"eos_token_ids": (2,)})
-    client.script = [*backend.encode("Größe 🦙🧪 日本").ids, 2]
-    http = http_of(client)
-    messages = [{"role": "system", "content": "Be brief. 🦙"}, {"role": "user", "content": " hé\n"}]
-    body = answer(http, messages)
-    assert body["choices"][0]["message"]["content"] == "Größe 🦙🧪 日本"
-    expected = oracle.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert client.calls[-1][0] == expected
-    messages.append({"role": "assistant", "content": "So it is"})
-    answer(http, messages, continue_final_message=True)
-    expected = oracle.apply_chat_template(messages, continue_final_message=True, return_dict=False)
-    assert client.calls[-1][0] == expected
