@@ -1,5 +1,6 @@
 """The command line: help, mistakes, and the commands that load no model."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import typer
 from rose import __version__
 from rose.models.registry import ARCHITECTURES
 from rose.serving import cli
+from rose.serving.offline.embed import EmbedFile
 from tests.tiny import copy, edit_json, save_bert, save_decoder
 
 COMMANDS = typer.main.get_command(cli.app).commands
@@ -81,6 +83,15 @@ def test_flags_do_not_change_unnoticed(name, flags):
     options = [p for p in COMMANDS[name].params if p.param_type_name == "option"]
     found = [flag for p in options for flag in (*p.opts, *p.secondary_opts)]
     assert found == flags.split()
+
+
+def test_embed_has_the_defaults_of_the_job():
+    params = {p.name: p for p in COMMANDS["embed"].params}
+    params["input"] = params.pop("input_file")
+    for field in dataclasses.fields(EmbedFile):
+        if field.default is not dataclasses.MISSING:
+            assert (params[field.name].default or None) == (field.default or None), field.name
+    assert params.keys() - {f.name for f in dataclasses.fields(EmbedFile)} == {"log_level"}
 
 
 def test_the_version(capsys):

@@ -80,7 +80,8 @@ def open_display(stream: TextIO | None = None) -> Iterator[Display]:
 
     columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"))
     console = Console(file=stream)
-    with Progress(*columns, console=console, refresh_per_second=BAR_REFRESHES_PER_S) as progress:
+    rate = BAR_REFRESHES_PER_S
+    with Progress(*columns, console=console, refresh_per_second=rate, transient=True) as progress:
         task = progress.add_task("loading the model", total=None)
 
         def show(meter: Meter) -> None:
