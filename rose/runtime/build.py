@@ -25,7 +25,10 @@ from rose.runtime.worker import DeviceWorker
 log = logging.getLogger(__name__)
 
 PAGE_SIZE = 16  # tokens
-STEP_TOKENS = 512  # of prompts and decodes together, where the user does not say
+# Tokens of a step, prompts and decodes together, where the user does not say. A step with a chunk of
+# a prompt holds up every running stream: on a CPU 256 tokens of a small model take half a second.
+STEP_TOKENS_CPU = 256
+STEP_TOKENS_GPU = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,10 +169,11 @@ def _generation(
         cache_bytes=options.kv_cache_memory,
     )
     log.info("KV cache: %d pages of %d tokens", num_pages - 1, PAGE_SIZE)
+    step_tokens = STEP_TOKENS_CPU if loaded.device.type == "cpu" else STEP_TOKENS_GPU
     scheduler = Scheduler(
         PagePool(num_pages, PAGE_SIZE),
         max_num_seqs=options.max_num_seqs,
-        max_step_tokens=max(options.max_batch_tokens or STEP_TOKENS, options.max_num_seqs),
+        max_step_tokens=max(options.max_batch_tokens or step_tokens, options.max_num_seqs),
         max_model_len=loaded.card.max_model_len,
         eos_ids=facts.eos_token_ids,
     )

@@ -1,4 +1,6 @@
-"""First come, first served: the queue of texts to embed, cut into batches by a token budget.
+"""The queue of texts to embed, cut into batches by a token budget: first come, first served.
+
+Online jobs go before bulk ones, but every fourth batch that bulk jobs wait for begins with them.
 
 Plain Python and numpy. A job is one request with any number of texts; a batch takes slices of
 jobs from the head of the queue, so that a large request neither blocks the step size nor costs
@@ -8,12 +10,17 @@ Python work per text.
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+if TYPE_CHECKING:
+    from rose.runtime.options import Priority
+
 IntArray = npt.NDArray[np.int32]
+
+BULK_TURN = 4
 
 
 @dataclass(eq=False, slots=True)
@@ -27,11 +34,10 @@ class EmbedJob:
     ids: IntArray
     lengths: IntArray
     pool_from: int = 0
+    priority: "Priority" = "online"
     arrived: float = field(default_factory=time.monotonic)
     started: float | None = None
     taken: int = 0
-    finished: int = 0
-    cancelled: bool = False
     starts: npt.NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -66,16 +72,17 @@ class JobSlice(NamedTuple):
 
 
 class EmbedQueue:
-    """Jobs in order of arrival."""
+    """Jobs in order of arrival, in two lanes."""
 
     def __init__(self) -> None:
         """Start empty."""
-        self._jobs: deque[EmbedJob] = deque()
+        self._lanes: dict[Priority, deque[EmbedJob]] = {"online": deque(), "bulk": deque()}
         self._tokens = 0
+        self._turns_without_bulk = 0
 
     def __len__(self) -> int:
         """Count jobs that still have texts to take."""
-        return len(self._jobs)
+        return sum(len(lane) for lane in self._lanes.values())
 
     @property
     def tokens(self) -> int:
@@ -83,38 +90,49 @@ class EmbedQueue:
         return self._tokens
 
     def add(self, job: EmbedJob) -> None:
-        """Put a job at the end."""
-        self._jobs.append(job)
+        """Put a job at the end of its lane."""
+        self._lanes[job.priority].append(job)
         self._tokens += job.tokens_waiting
 
     def cancel(self, job: EmbedJob) -> None:
         """Take what waits of a job out; what runs of it is for the caller to drop."""
-        job.cancelled = True
-        if job in self._jobs:
-            self._jobs.remove(job)
+        lane = self._lanes[job.priority]
+        if job in lane:
+            lane.remove(job)
             self._tokens -= job.tokens_waiting
 
     def take(self, max_tokens: int, max_texts: int) -> list[JobSlice]:
-        """Take texts from the head, up to `max_tokens` tokens and `max_texts` texts.
+        """Take texts from the heads of the lanes, up to `max_tokens` tokens and `max_texts` texts.
 
         The first text is taken however long it is, so a text above the budget runs alone.
         """
         slices: list[JobSlice] = []
-        while self._jobs and max_texts > 0 and max_tokens > 0:
-            job = self._jobs[0]
-            last = _fit(job, max_tokens, max_texts, at_least_one=not slices)
-            if last == job.taken:
-                break
-            piece = JobSlice(job, job.taken, last)
-            slices.append(piece)
-            tokens = len(piece.ids)
-            max_tokens -= tokens
-            max_texts -= last - piece.first
-            self._tokens -= tokens
-            job.taken = last
-            if last == len(job):
-                self._jobs.popleft()
+        for lane in self._lanes_in_turn():
+            while lane and max_texts > 0 and max_tokens > 0:
+                job = lane[0]
+                last = _fit(job, max_tokens, max_texts, at_least_one=not slices)
+                if last == job.taken:
+                    break
+                piece = JobSlice(job, job.taken, last)
+                slices.append(piece)
+                max_tokens -= len(piece.ids)
+                max_texts -= last - piece.first
+                self._tokens -= len(piece.ids)
+                job.taken = last
+                if last == len(job):
+                    lane.popleft()
         return slices
+
+    def _lanes_in_turn(self) -> list[deque[EmbedJob]]:
+        online, bulk = self._lanes["online"], self._lanes["bulk"]
+        if not bulk or not online:
+            self._turns_without_bulk = 0
+            return [online, bulk]
+        self._turns_without_bulk += 1
+        if self._turns_without_bulk < BULK_TURN:
+            return [online, bulk]
+        self._turns_without_bulk = 0
+        return [bulk, online]
 
 
 def _fit(job: EmbedJob, max_tokens: int, max_texts: int, *, at_least_one: bool) -> int:

@@ -312,4 +312,4 @@ def _read_job(request: EmbedRequest, frames: list[bytes]) -> EmbedJob:
     if len(frames) != 2 or any(len(frame) % 4 for frame in frames):
         raise RequestError("expected two frames of int32: lengths and ids")
     lengths, ids = (np.frombuffer(frame, np.int32) for frame in frames)
-    return EmbedJob(ids, lengths, request.pool_from)
+    return EmbedJob(ids, lengths, request.pool_from, request.priority)

@@ -39,9 +39,10 @@ def die_with_parent() -> None:
 async def beat() -> None:
     """Tell the supervisor, if there is one, that this event loop turns, until cancelled."""
     pipe = os.environ.get(HEARTBEAT_VARIABLE)
-    while pipe is not None:
-        with contextlib.suppress(BlockingIOError, BrokenPipeError):  # it is slow, or gone
-            os.write(int(pipe), b".")
+    while True:
+        if pipe is not None:
+            with contextlib.suppress(BlockingIOError, BrokenPipeError):  # it is slow, or gone
+                os.write(int(pipe), b".")
         await asyncio.sleep(HEARTBEAT_S)
 
 

@@ -7,11 +7,10 @@ from hypothesis import strategies as st
 from rose.runtime.queue import EmbedJob, EmbedQueue
 
 
-def make_job(lengths, first_id=0):
+def make_job(lengths, first_id=0, priority="online"):
     total = sum(lengths)
-    return EmbedJob(
-        np.arange(first_id, first_id + total, dtype=np.int32), np.array(lengths, np.int32)
-    )
+    ids = np.arange(first_id, first_id + total, dtype=np.int32)
+    return EmbedJob(ids, np.array(lengths, np.int32), priority=priority)
 
 
 def test_takes_from_the_head_up_to_the_budget():
@@ -68,3 +67,25 @@ def test_every_text_is_taken_once_and_in_order(jobs, max_tokens, max_texts):
         seen += [(id(p.job), i) for p in slices for i in range(p.first, p.last)]
     assert seen == [(id(job), i) for job in jobs for i in range(len(job))]
     assert queue.tokens == 0
+
+
+def test_online_goes_before_bulk_and_bulk_is_not_starved():
+    queue = EmbedQueue()
+    bulk = make_job([10] * 100, priority="bulk")
+    queue.add(bulk)
+    began_with_bulk = 0
+    for _ in range(40):
+        queue.add(make_job([10]))
+        first = queue.take(10, 10)[0]
+        began_with_bulk += first.job is bulk
+    assert began_with_bulk == 10
+    assert queue.tokens == 10 * (100 - 10 + 40 - 30)
+
+
+def test_what_online_leaves_of_a_batch_is_for_bulk():
+    queue = EmbedQueue()
+    bulk, online = make_job([10] * 5, priority="bulk"), make_job([10])
+    queue.add(bulk)
+    queue.add(online)
+    assert queue.take(30, 10) == [(online, 0, 1), (bulk, 0, 2)]
+    assert queue.take(30, 10) == [(bulk, 2, 5)]
