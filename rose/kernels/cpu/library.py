@@ -1,0 +1,98 @@
+"""The compiled kernels as functions of data pointers, loaded once per process."""
+
+import ctypes
+import logging
+import os
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+from rose.kernels.cpu.build import LEVELS, BuildError, best_level, build
+
+log = logging.getLogger(__name__)
+
+SWITCH, LEVEL_SWITCH = "ROSE_CPU_KERNELS", "ROSE_CPU_LEVEL"
+
+_POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+
+Function = Callable[..., int]
+
+
+class LinearStruct(ctypes.Structure):
+    """`RoseLinear` of api.h."""
+
+    _fields_ = (
+        ("panels", _POINTER),
+        ("bias", _POINTER),
+        ("inputs", _SIZE),
+        ("outputs", _SIZE),
+        ("activation", _INT),
+        ("gated", _INT),
+    )
+
+
+# Name, result and arguments of the functions that api.h declares.
+_FUNCTIONS = {
+    "panel_floats": (_SIZE, (_SIZE, _SIZE, _INT)),
+    "bias_floats": (_SIZE, (_SIZE, _INT)),
+    "pack": (None, (_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT)),
+    "linear": (None, (_POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _INT)),
+    "panel_rows": (None, (_POINTER, _POINTER, _POINTER, _SIZE, _INT)),
+}
+
+
+class CpuLibrary:
+    """The functions of api.h, without their prefix. Calls release the GIL."""
+
+    panel_floats: Function
+    bias_floats: Function
+    pack: Function
+    linear: Function
+    panel_rows: Function
+
+    def __init__(self, path: Path) -> None:
+        """Open the library at `path`.
+
+        Raises:
+            OSError: it is no library that can be opened here.
+        """
+        self.path = path
+        opened = ctypes.CDLL(str(path))
+        for name, (result, arguments) in _FUNCTIONS.items():
+            function = opened[f"rose_{name}"]
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name, function)
+
+
+_lock = threading.Lock()
+
+
+def load_library() -> CpuLibrary | None:
+    """Return the kernels of this machine, built at first use; None where torch ops serve.
+
+    They do where ROSE_CPU_KERNELS is "off" and where no kernels can be built, which is logged.
+    ROSE_CPU_LEVEL names an instruction set below the machine's best.
+
+    Raises:
+        ValueError: one of these environment variables has an unknown value.
+    """
+    with _lock:
+        return _load(os.environ.get(SWITCH, "on"), os.environ.get(LEVEL_SWITCH))
+
+
+@lru_cache(maxsize=8)
+def _load(switch: str, level: str | None) -> CpuLibrary | None:
+    if switch not in ("on", "off"):
+        raise ValueError(f"{SWITCH}={switch!r} is neither on nor off")
+    if level is not None and level not in LEVELS:
+        raise ValueError(f"{LEVEL_SWITCH}={level!r} is unknown. Known: {', '.join(LEVELS)}.")
+    if switch == "off":
+        return None
+    try:
+        library = CpuLibrary(build(level or best_level()))
+    except (BuildError, OSError, AttributeError) as error:
+        log.info("CPU kernels: torch ops are used, because %s", error)
+        return None
+    log.info("CPU kernels: %s", library.path.name)
+    return library
