@@ -101,6 +101,8 @@ def attend_f64(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     if spec.soft_cap is not None:
         scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
     query, key = torch.arange(len(q))[:, None], torch.arange(len(k))
+    if spec.bias is not None:
+        scores = scores + spec.bias(key - query).double()
     left, right = spec.window
     right = 0 if spec.causal else right
     hidden = torch.zeros(len(q), len(k), dtype=torch.bool)
@@ -223,6 +225,17 @@ def assert_near(actual: Tensor, expected: Tensor, tolerance: float) -> None:
     assert error.max() <= tolerance * max(1.0, expected.abs().max().item())
 
 
+class SlopedBias:
+    """Another bias for each head, and for keys before and behind the query."""
+
+    def __init__(self, heads: int) -> None:
+        self.heads = heads
+
+    def __call__(self, distance: Tensor) -> Tensor:
+        slope = torch.arange(1, self.heads + 1, device=distance.device) / self.heads
+        return slope.view(-1, *[1] * distance.dim()) * (0.1 * distance - 0.2 * distance.abs())
+
+
 def cases(*, causal: bool) -> Iterator[object]:
     for (heads, kv_heads, dtype), window, soft_cap in itertools.product(
         HEADS_AND_DTYPES, WINDOWS, [None, 2.0]
@@ -239,6 +252,47 @@ def test_ragged(subject: Subject, spec: AttentionSpec, dtype: torch.dtype):
     out = subject.ragged(LENGTHS).attend(*qkv, spec)
     assert out.dtype == dtype
     assert_near(out, reference(LENGTHS, spec, dtype), TOLERANCE[dtype])
+
+
+BIASED = [
+    pytest.param(
+        make_spec(heads, kv_heads, causal=causal, window=window, bias=SlopedBias(heads)),
+        id=f"{heads}/{kv_heads}-{'causal' if causal else 'full'}-{window[0]},{window[1]}",
+    )
+    for heads, kv_heads in ((4, 4), (6, 2))
+    for causal in (False, True)
+    for window in ((None, None), (4, 9))
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spec", BIASED)
+def test_ragged_with_a_bias_by_position(subject: Subject, spec: AttentionSpec, dtype: torch.dtype):
+    subject.require(spec, dtype)
+    qkv = (x.to(subject.device) for x in make_qkv(sum(LENGTHS), spec, dtype))
+    out = subject.ragged(LENGTHS).attend(*qkv, spec)
+    assert_near(out, reference(LENGTHS, spec, dtype), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("spec", BIASED)
+def test_paged_with_a_bias_by_position(subject: Subject, spec: AttentionSpec):
+    subject.require(spec, torch.float32)
+    expected = reference(LENGTHS, spec, torch.float32)
+    for schedule in (one_shot, in_chunks, token_by_token) if spec.causal else (one_shot,):
+        out = run_paged(subject, LENGTHS, spec, torch.float32, 4, schedule)
+        assert_near(out, expected, TOLERANCE[torch.float32])
+
+
+def test_layers_of_one_batch_may_have_different_biases(subject: Subject):
+    specs = [make_spec(4, 4, causal=False, bias=bias) for bias in (SlopedBias(4), None)]
+    specs.append(make_spec(4, 4, causal=False, bias=SlopedBias(4), window=(3, 3)))
+    for spec in specs:
+        subject.require(spec, torch.float32)
+    batch = subject.ragged(LENGTHS)
+    for spec in specs:
+        qkv = (x.to(subject.device) for x in make_qkv(sum(LENGTHS), spec, torch.float32))
+        expected = reference(LENGTHS, spec, torch.float32)
+        assert_near(batch.attend(*qkv, spec), expected, TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])

@@ -9,7 +9,7 @@ P pages, S slots of a page, L layers.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,12 +18,29 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+class PositionBias(Protocol):
+    """What a model adds to the scores by the distance between query and key (MPNet, T5, ALiBi)."""
+
+    def __call__(self, distance: "Tensor") -> "Tensor":
+        """Return the bias of each head.
+
+        Args:
+            distance: position of the key minus that of the query, int64 of any shape.
+
+        Returns:
+            [H, *shape of distance], floating.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Static facts of one attention layer, taken from the model's config.
 
     `window` is (left, right): how many positions before and after its own a query sees, both
-    inclusive; None is unlimited. A causal layer never looks right, whatever `window` says.
+    inclusive; None is unlimited. A causal layer never looks right, whatever `window` says. `bias`
+    is added to the scaled scores; layers that share one object share its values. The order is
+    scale, `soft_cap`, `bias`, window.
     """
 
     layer: int
@@ -34,6 +51,7 @@ class AttentionSpec:
     causal: bool
     window: tuple[int | None, int | None] = (None, None)
     soft_cap: float | None = None
+    bias: PositionBias | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

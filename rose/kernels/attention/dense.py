@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rose.kernels.attention.base import PositionBias
 from rose.kernels.attention.grouping import Group
 
 SCORE_ELEMENTS = 1 << 24  # at most so many scores are held at once where sdpa cannot be used
@@ -32,7 +33,8 @@ def attend_dense(
         v_NMKD: values, as the keys.
         scale: factor of the scores.
         soft_cap: scores s become soft_cap * tanh(s / soft_cap).
-        bias: [N or 1, 1, L, M] in the queries' dtype: 0 where visible, -inf where not.
+        bias: [N or 1, H or 1, L, M] in the queries' dtype, -inf where a key is not visible; with
+            a soft cap [N or 1, 1, L, M].
         causal: query i sees keys 0 to i; without bias and soft cap only.
 
     Returns:
@@ -45,6 +47,8 @@ def attend_dense(
     k_NKMD, v_NKMD = k_NMKD.transpose(1, 2), v_NMKD.transpose(1, 2)
     if q_NLHD.shape[1] == 1:  # heads that share keys are as good as so many queries: one read
         q_NKGD = q_NLHD.reshape(-1, kv_heads, heads // kv_heads, q_NLHD.shape[3])
+        if bias is not None and bias.shape[1] > 1:
+            bias = bias.reshape(-1, kv_heads, heads // kv_heads, bias.shape[3])
         out_NKGD = F.scaled_dot_product_attention(
             q_NKGD, k_NKMD, v_NKMD, attn_mask=bias, scale=scale
         )
@@ -148,24 +152,19 @@ def band_bias(
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
 
 
-def ragged_bias(
-    group: Group,
-    first_keys: tuple[int, ...] | None,
-    window: tuple[int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    """Build the bias of a group of unlike sequences: 0 where visible, -inf elsewhere.
+def ragged_distance(
+    group: Group, first_keys: tuple[int, ...] | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the distances of keys from queries in a group of unlike sequences.
 
     Args:
         group: the sequences; a sequence's last query is its last token.
         first_keys: position of the first key that is present, per sequence; None is all 0.
-        window: positions that a query sees to its (left, right).
-        dtype: dtype of the result.
         device: device of the result.
 
     Returns:
-        [N, 1, L, M]. A padded query sees what its sequence's last one does, so no row is all -inf.
+        Position of the key minus that of the query, int64 [N, L, M], and which keys are padding,
+        bool [N, 1, M]. A padded query stands where its sequence's last one does.
     """
     first_keys = first_keys or (0,) * len(group.members)
     count = max(kv - first for kv, first in zip(group.kv_lens, first_keys, strict=True))
@@ -174,7 +173,36 @@ def ragged_bias(
     row_L = torch.arange(group.shape[0], device=device)
     query_NL1 = (kv_N1 - query_N1 + torch.minimum(row_L, query_N1 - 1)).unsqueeze(-1)
     key_N1M = (first_N1 + torch.arange(count, device=device)).unsqueeze(1)
-    hidden_NLM = key_N1M > torch.minimum(query_NL1 + window[1], kv_N1.unsqueeze(1) - 1)
-    hidden_NLM |= key_N1M < query_NL1 - window[0]
-    bias_NLM = torch.zeros(hidden_NLM.shape, dtype=dtype, device=device)
-    return bias_NLM.masked_fill_(hidden_NLM, float("-inf")).unsqueeze(1)
+    return key_N1M - query_NL1, key_N1M >= kv_N1.unsqueeze(1)
+
+
+def ragged_bias(
+    group: Group,
+    first_keys: tuple[int, ...] | None,
+    window: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    position_bias: PositionBias | None = None,
+) -> Tensor:
+    """Build the bias of a group of sequences: -inf where a key is not visible, else 0.
+
+    Args:
+        group: the sequences; a sequence's last query is its last token.
+        first_keys: position of the first key that is present, per sequence; None is all 0.
+        window: positions that a query sees to its (left, right).
+        dtype: dtype of the result.
+        device: device of the result.
+        position_bias: what visible keys get instead of 0.
+
+    Returns:
+        [N, 1, L, M], with `position_bias` [N, H, L, M]. A padded query sees what its sequence's
+        last one does, so no row is all -inf.
+    """
+    distance_NLM, padding_N1M = ragged_distance(group, first_keys, device)
+    hidden_NLM = (distance_NLM > window[1]) | (distance_NLM < -window[0]) | padding_N1M
+    hidden_N1LM = hidden_NLM.unsqueeze(1)
+    if position_bias is not None:
+        bias_NHLM = position_bias(distance_NLM).to(dtype).transpose(0, 1)
+        return bias_NHLM.masked_fill(hidden_N1LM, float("-inf"))
+    bias_N1LM = torch.zeros(hidden_N1LM.shape, dtype=dtype, device=device)
+    return bias_N1LM.masked_fill_(hidden_N1LM, float("-inf"))

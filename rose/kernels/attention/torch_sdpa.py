@@ -20,6 +20,7 @@ from rose.kernels.attention.base import (
     AttentionSpec,
     KVPages,
     PagedLayout,
+    PositionBias,
     RaggedLayout,
 )
 from rose.kernels.attention.dense import attend_dense, attend_windowed, band_bias, ragged_bias
@@ -31,8 +32,9 @@ SHORT_ON_CPU, SHORT_ELSEWHERE = 32, 512
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
-# What a layer's bias depends on: its window, clipped to the group's length, and the dtype.
-_BiasKey = tuple[tuple[int, int], torch.dtype]
+# What a layer's bias depends on: its window, clipped to the group's length, its bias by position,
+# and the dtype.
+_BiasKey = tuple[tuple[int, int], PositionBias | None, torch.dtype]
 
 
 class TorchSdpaBackend(AttentionBackend):
@@ -57,6 +59,8 @@ class TorchSdpaBackend(AttentionBackend):
             reasons.append(f"window {spec.window} has a negative side")
         if spec.soft_cap is not None and spec.soft_cap <= 0:
             reasons.append(f"soft cap {spec.soft_cap} is not positive")
+        if spec.soft_cap is not None and spec.bias is not None:
+            reasons.append("a soft cap together with a bias by position")
         return reasons
 
     def plan_ragged(self, layout: RaggedLayout) -> AttentionBatch:
@@ -187,25 +191,30 @@ class _FreshGroup:
         scale, soft_cap = spec.scale, spec.soft_cap
         window = _clip(spec, self._length)
         most = self._length - 1
-        if window == (most, most) and self._uniform:
+        if spec.bias is None and window == (most, most) and self._uniform:
             return attend_dense(q, k, v, scale=scale, soft_cap=soft_cap)
-        if window == (most, 0) and soft_cap is None:
+        if spec.bias is None and window == (most, 0) and soft_cap is None:
             # Padding lies behind the real tokens, where no causal query looks.
             return attend_dense(q, k, v, scale=scale, causal=True)
-        bias = self._bias(window, q.dtype)
-        if self._uniform:
+        bias = self._bias((window, spec.bias, q.dtype))
+        if self._uniform and spec.bias is None:
             return attend_windowed(q, k, v, bias, window, scale=scale, soft_cap=soft_cap)
         return attend_dense(q, k, v, scale=scale, soft_cap=soft_cap, bias=bias)
 
-    def _bias(self, window: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        key = (window, dtype)
+    def _bias(self, key: _BiasKey) -> Tensor:
         if key not in self._biases:
-            self._biases[key] = (
-                band_bias(self._length, window, dtype, self._device)
-                if self._uniform
-                else ragged_bias(self._facts, None, window, dtype, self._device)
-            )
+            self._biases[key] = self._make_bias(*key)
         return self._biases[key]
+
+    def _make_bias(
+        self, window: tuple[int, int], position_bias: PositionBias | None, dtype: torch.dtype
+    ) -> Tensor:
+        if not self._uniform:
+            return ragged_bias(self._facts, None, window, dtype, self._device, position_bias)
+        if position_bias is None:
+            return band_bias(self._length, window, dtype, self._device)
+        one = Group((0,), (self._length,), (self._length,))  # serves all: they are equally long
+        return ragged_bias(one, None, window, dtype, self._device, position_bias)
 
 
 class _CachedGroup:
@@ -225,7 +234,7 @@ class _CachedGroup:
     def attend(self, q_THD: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Tensor:
         """Attend with the group's queries over the pages' slots; returns [N, L, H, D]."""
         q_NLHD = self.rows.take(q_THD)
-        key = (_clip(spec, self._facts.shape[1]), q_NLHD.dtype)
+        key = (_clip(spec, self._facts.shape[1]), spec.bias, q_NLHD.dtype)
         if key not in self._reads:
             self._reads[key] = self._plan_read(*key)
         slots, bias = self._reads[key]
@@ -235,18 +244,19 @@ class _CachedGroup:
         )
 
     def _plan_read(
-        self, window: tuple[int, int], dtype: torch.dtype
+        self, window: tuple[int, int], position_bias: PositionBias | None, dtype: torch.dtype
     ) -> "tuple[_Slots, Tensor | None]":
-        """The slots that layers with this window read, and the bias over them."""
+        """The slots that layers with this window and bias read, and the bias over them."""
         facts = self._facts
         queries = facts.shape[0]
         first_keys = tuple(max(0, kv - queries - window[0]) for kv in facts.kv_lens)
         counts = [kv - first for kv, first in zip(facts.kv_lens, first_keys, strict=True)]
         slots = _Slots(self._slots(first_keys, max(counts)), len(counts))
         all_visible = queries == 1 or (window[0] >= facts.shape[1] - 1 <= window[1])
-        if all_visible and len(set(counts)) == 1:
+        if position_bias is None and all_visible and len(set(counts)) == 1:
             return slots, None
-        return slots, ragged_bias(facts, first_keys, window, dtype, self._device)
+        bias = ragged_bias(facts, first_keys, window, dtype, self._device, position_bias)
+        return slots, bias
 
     def _slots(self, first_keys: tuple[int, ...], count: int) -> Tensor:
         # Padding repeats a sequence's last key: a slot never written may hold NaN, and no bias
