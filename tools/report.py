@@ -135,9 +135,10 @@ def cores() -> int:
 
 
 def command_line() -> str:
-    """The command that is running, without what is particular to this machine."""
-    words = [word for word in sys.argv[1:] if word != "--write-page"]
-    shown = [_shown(word) for word in words]
+    """The command that is running, without its outputs and what is particular to this machine."""
+    outputs = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_output_options(outputs)
+    shown = [_shown(word) for word in outputs.parse_known_args()[1]]
     return shlex.join(["python", f"tools/{Path(sys.argv[0]).name}", *shown])
 
 

@@ -58,20 +58,23 @@ ODD = (
 )
 
 
-def mixed_texts(count: int, seed: int = 0, extra: Sequence[str] = ()) -> list[str]:
-    """Draw texts of one to some six hundred words.
+def mixed_texts(
+    count: int, seed: int = 0, extra: Sequence[str] = (), most_words: int = 600
+) -> list[str]:
+    """Draw texts of one word to `most_words`; short ones are more frequent.
 
     Args:
         count: How many.
         seed: The same seed draws the same texts.
         extra: Texts to take some from, for instance `corpus_texts`.
+        most_words: Not counting emoji and oddities, which some texts get on top.
     """
     rng = np.random.default_rng(seed)
-    return [_text(rng, extra) for _ in range(count)]
+    return [_text(rng, extra, most_words) for _ in range(count)]
 
 
-def _text(rng: np.random.Generator, extra: Sequence[str]) -> str:
-    length = max(1, int(np.exp(rng.uniform(0, np.log(600)))))
+def _text(rng: np.random.Generator, extra: Sequence[str], most_words: int) -> str:
+    length = int(np.exp(rng.uniform(0, np.log(most_words + 1))))
     if extra and rng.random() < 0.25:
         return str(rng.choice(np.array(extra, object)))
     languages = list(WORDS)

@@ -154,8 +154,8 @@ def summarise(
     report.notes.append(
         f"GEMM limit: the model's linear layers take {flops / 1e6:.1f} MFLOP a token, and the "
         f"fastest of their matrix products ran at {rate / 1e9:.0f} GFLOP/s in its best turn "
-        f"({np.median(rates) / 1e9:.0f} in the median), so {floor:.2f} s is the least that the linear layers can take. Attention and "
-        "everything else come on top and are not in the limit."
+        f"({np.median(rates) / 1e9:.0f} in the median), so {floor:.2f} s is the least that "
+        "the linear layers can take. Attention and everything else are not in the limit."
     )
     report.data = {"seconds": seconds, "gemm_flops": list(rates), "tokens": tokens}
 
