@@ -128,6 +128,23 @@ class AttentionBatch(Protocol):
         ...
 
 
+class FixedBatch(AttentionBatch, Protocol):
+    """Batches of one size, planned one after another into the same buffers, for a device graph.
+
+    The caller owns the layout's device tensors and overwrites them in place for every batch. A
+    graph is captured over `attend` after one run without it, which plans what each kind of layer
+    needs and compiles kernels; `update` comes before every replay.
+    """
+
+    def update(self, layout: "RaggedLayout | PagedLayout") -> None:
+        """Plan another batch of as many sequences and tokens; host work and copies only.
+
+        Args:
+            layout: the new host facts, and the same device tensors as ever, already overwritten.
+        """
+        ...
+
+
 class GraphSupport(Enum):
     """Which batches of a back end can be captured in a device graph."""
 
@@ -148,6 +165,13 @@ class AttentionBackend(ABC):
     ) -> list[str]:
         """Say why this back end cannot serve a layer; an empty list means that it can."""
 
+    def unsupported_paged(
+        self, spec: AttentionSpec, dtype: "torch.dtype", device: "torch.device", page_size: int
+    ) -> list[str]:
+        """Say why this back end cannot serve a layer whose keys and values lie in pages."""
+        assert page_size > 0
+        return self.unsupported(spec, dtype, device)
+
     @abstractmethod
     def plan_ragged(self, layout: RaggedLayout) -> AttentionBatch:
         """Plan a batch without a KV cache."""
@@ -155,3 +179,25 @@ class AttentionBackend(ABC):
     @abstractmethod
     def plan_paged(self, layout: PagedLayout, pages: KVPages) -> AttentionBatch:
         """Plan a batch whose keys and values are read from and written to `pages`."""
+
+    def fix_ragged(self, layout: RaggedLayout, max_seqlen: int) -> FixedBatch:
+        """Plan batches of one size for a graph; for back ends whose `graph_support` is ALL.
+
+        Args:
+            layout: the first batch, padded to the size of all.
+            max_seqlen: no sequence of any batch will be longer.
+        """
+        raise NotImplementedError(f"{self.name} has no graphs of ragged batches")
+
+    def fix_paged(self, layout: PagedLayout, pages: KVPages, max_kv_len: int) -> FixedBatch:
+        """Plan steps of one size for a graph; for back ends whose `graph_support` is not NONE.
+
+        With DECODE every sequence has one new token.
+
+        Args:
+            layout: the first step, padded to the size of all; the block table's width bounds the
+                pages of a sequence in every step.
+            pages: the page pool.
+            max_kv_len: no sequence of any step will be longer.
+        """
+        raise NotImplementedError(f"{self.name} has no graphs of paged batches")
