@@ -1,15 +1,22 @@
 """Draws tokens at random: temperature, top_k, top_p and min_p over logits.
 
-A row's token depends on its own logits and knobs alone, never on the other rows. Each step is
-either exact or done row by row: probabilities become integers (units of 2**-44) held in float64,
-whose sums are exact, hence the same in any order of addition, whatever kernel the shape selects.
-Tokens are cut by value (those as likely as the last one kept stay too), and the token is found by
-inverting the cumulative distribution in the order of the ids.
+A token is the winner of an exponential race: of all tokens, the one with the least noise /
+probability, where the noise is a hash of (key of the row, token id) made an exponential variable.
+That draws each token with its probability. Where the same logits come out a little different, as
+they do in batches of other shapes, it is the same token unless the race is as close as that.
+(Inverting the cumulative distribution has no such margin: all tokens lie side by side in it, so
+many small differences together pick another token every few hundred draws.)
+
+A row depends on its own logits and knobs alone, never on the other rows. Softmax works row by row.
+Where probabilities are summed, for top_p, they are integers (units of 2**-44) held in float64,
+whose sums are exact, hence the same in any order of addition. Tokens are cut by value: those as
+likely as the last one kept stay too.
 
 Shape letters: S rows, V vocabulary, N most likely tokens, 1 a column to broadcast.
 """
 
 from enum import Enum, auto
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +26,11 @@ from torch import Tensor
 UNIT = 2.0**44  # probability 1 as an integer; sums over any vocabulary stay below 2**53
 BLOCK = 1 << 18  # logits to work on at a time on a CPU, so that they stay in its cache
 FEW = 512  # how many of the most likely tokens to look at before a whole row is sorted
+
+# Odd factors of 32 bits, as signed integers. The first two are those of the "lowbias32" hash.
+_FACTORS = (0x21F0AAAD, 0x735A2D97, 0x2C1B3C6D, 0x297A2D39)
+# Just below 2**-31, so that float32 values of 31 bits become numbers below 1.
+_BELOW_ONE = float(np.nextafter(np.float32(2.0**-31), np.float32(0)))
 
 
 class Cut(Enum):
@@ -33,7 +45,8 @@ class Cut(Enum):
 class Knobs(NamedTuple):
     """Parameters of rows, float64 [S, 1] each. Rows without top_k have the vocabulary's size."""
 
-    uniform: Tensor  # random number in [0, 1)
+    key_low: Tensor  # the halves of a random key, as signed integers of 32 bits
+    key_high: Tensor
     temperature: Tensor  # above 0
     top_k: Tensor  # at least 1
     top_p: Tensor
@@ -55,48 +68,81 @@ def draw(logits_SV: Tensor, knobs: Knobs, cut: Cut) -> Tensor:
     Returns:
         int64 [S]; some valid id for a row whose logits are not finite or all -inf.
     """
+    hashes_1V = _hashes(logits_SV.shape[-1], logits_SV.device)
     if logits_SV.is_cuda:
-        return _draw(logits_SV, knobs, cut)
+        return _draw(logits_SV, hashes_1V, knobs, cut)
     size = max(1, BLOCK // logits_SV.shape[-1])
     blocks = [slice(start, start + size) for start in range(0, len(logits_SV), size)]
     way = _draw_among_few if cut is Cut.FEW else _draw
-    return torch.cat([way(logits_SV[block], knobs.at(block), cut) for block in blocks])
+    return torch.cat([way(logits_SV[block], hashes_1V, knobs.at(block), cut) for block in blocks])
 
 
-def _draw_among_few(logits_SV: Tensor, knobs: Knobs, _: Cut) -> Tensor:
+def _draw_among_few(logits_SV: Tensor, hashes_1V: Tensor, knobs: Knobs, _: Cut) -> Tensor:
     """Leave all but the most likely tokens out of the work, which is most of it.
 
     Rows where more tokens than that are as likely as the k-th take the long way.
     """
     largest_SN, ids_SN = logits_SV.topk(FEW, dim=-1)
-    kth_S1 = largest_SN.gather(1, knobs.top_k.long() - 1)
-    ids_SN = ids_SN.sort(dim=-1).values
-    found_S = _draw(logits_SV.gather(1, ids_SN), knobs, Cut.ANY)
+    found_S = _draw(largest_SN, hashes_1V[0][ids_SN], knobs, Cut.ANY)
     drawn_S = ids_SN.gather(1, found_S[:, None])[:, 0]
+    kth_S1 = largest_SN.gather(1, knobs.top_k.long() - 1)
     rest = (~(largest_SN[:, -1:] < kth_S1))[:, 0].nonzero()[:, 0]
     if len(rest):
-        drawn_S[rest] = _draw(logits_SV[rest], knobs.at(rest), Cut.ANY)
+        drawn_S[rest] = _draw(logits_SV[rest], hashes_1V, knobs.at(rest), Cut.ANY)
     return drawn_S
 
 
-def _draw(logits_SV: Tensor, knobs: Knobs, cut: Cut) -> Tensor:
-    weights_SV = _weights(logits_SV, knobs.temperature)
+def _draw(logits_SV: Tensor, hashes_SV: Tensor, knobs: Knobs, cut: Cut) -> Tensor:
+    probs_SV = _probabilities(logits_SV, knobs.temperature)
     if cut is not Cut.NONE:
-        floor_S1 = knobs.min_p * weights_SV.amax(-1, keepdim=True)
+        floor_S1 = knobs.min_p.float() * probs_SV.amax(-1, keepdim=True)
+        kept_SV = probs_SV >= floor_S1
         if cut is not Cut.FLOOR:
-            floor_S1 = torch.maximum(floor_S1, cutoff(weights_SV, knobs, cut))
-        weights_SV.mul_(weights_SV >= floor_S1)
-    return _invert(weights_SV, knobs.uniform)
+            weights_SV = _weights(probs_SV)
+            kept_SV &= weights_SV >= cutoff(weights_SV, knobs, cut)
+        probs_SV *= kept_SV
+    # The noise is below 0: the least noise / probability is at the least probability / noise.
+    return (probs_SV / _noise(hashes_SV, knobs)).argmin(-1)
 
 
-def _weights(logits_SV: Tensor, temperature_S1: Tensor) -> Tensor:
-    """Probabilities in integer units of 1 / UNIT, float64 [S, V].
-
-    The shift by the maximum comes first: it puts the most likely token at 0 for any temperature.
-    """
+def _probabilities(logits_SV: Tensor, temperature_S1: Tensor) -> Tensor:
+    """The shift by the maximum comes first: it puts the likeliest at 0 for any temperature."""
     scaled_SV = logits_SV - logits_SV.amax(-1, keepdim=True)
     scaled_SV /= temperature_S1.float()
-    return scaled_SV.softmax(-1).double().mul_(UNIT).floor_()
+    return scaled_SV.softmax(-1)
+
+
+def _weights(probs_SV: Tensor) -> Tensor:
+    """Probabilities in integer units of 1 / UNIT, float64 [S, V]."""
+    return probs_SV.double().mul_(UNIT).floor_()
+
+
+def _noise(hashes_SV: Tensor, knobs: Knobs) -> Tensor:
+    """Logarithms of numbers above 0 and below 1, float32 [S, V], from hashes and keys."""
+    x_SV = hashes_SV ^ knobs.key_low.to(torch.int32)
+    _mix(x_SV, _FACTORS[2], 15)
+    x_SV ^= knobs.key_high.to(torch.int32)
+    _mix(x_SV, _FACTORS[3], 15)
+    x_SV &= 0x7FFFFFFF
+    x_SV |= 1
+    return x_SV.float().mul_(-_BELOW_ONE).log1p_()
+
+
+@lru_cache(maxsize=8)
+def _hashes(vocab_size: int, device: torch.device) -> Tensor:
+    """A hash of each token id, int32 [1, V]."""
+    x_V = torch.arange(1, vocab_size + 1, dtype=torch.int32, device=device)
+    _mix(x_V, _FACTORS[0], 15)
+    _mix(x_V, _FACTORS[1], 15)
+    return x_V[None]
+
+
+def _mix(x: Tensor, factor: int, shift: int) -> None:
+    """Multiply modulo 2**32, then fold the upper bits into the lower ones."""
+    x *= factor
+    upper = x >> shift
+    upper &= (1 << (32 - shift)) - 1  # the shift of a signed number repeats its sign
+    x ^= upper
 
 
 def cutoff(weights_SV: Tensor, knobs: Knobs, cut: Cut) -> Tensor:
@@ -146,15 +192,3 @@ def _largest(weights_SV: Tensor, count: int) -> Tensor:
         return narrow_SV.sort(dim=-1, descending=True).values.double()
     ascending = torch.from_numpy(np.sort(narrow_SV.numpy(), axis=-1))  # faster than torch's
     return ascending.flip(-1).double()
-
-
-def _invert(weights_SV: Tensor, uniform_S1: Tensor) -> Tensor:
-    """The place [S] at which the cumulative weight passes `uniform` of the whole.
-
-    uniform is at most 1 - 2**-53, so the product rounds to less than the whole, and what is found
-    has a weight above 0. A row without any weight (it failed) gives some valid place.
-    """
-    sums_SV = weights_SV.cumsum(-1)
-    goal_S1 = uniform_S1 * sums_SV[:, -1:]
-    found_S1 = torch.searchsorted(sums_SV, goal_S1, right=True)
-    return found_S1[:, 0].clamp_(max=weights_SV.shape[-1] - 1)

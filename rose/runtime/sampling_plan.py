@@ -54,14 +54,15 @@ def seed_key(seed: int | None) -> int:
     return int(_mix64(np.array([value], np.uint64))[0])
 
 
-def uniforms(keys: npt.NDArray[np.uint64], indices: Ints) -> Floats:
-    """The numbers in [0, 1) of sequences with these keys at these output indices.
+def row_keys(keys: npt.NDArray[np.uint64], indices: Ints) -> npt.NDArray[np.int32]:
+    """The random keys, [2, S], of sequences with these keys at these output indices.
 
-    It is the SplitMix64 generator (Steele et al., 2014), read at any place.
+    They are the halves of what the SplitMix64 generator (Steele et al., 2014) gives there.
     """
     counters = indices.astype(np.uint64) + np.uint64(1)
-    bits = _mix64(keys + counters * np.uint64(_GOLDEN)) >> np.uint64(11)
-    return bits.astype(np.float64) * 2.0**-53
+    bits = _mix64(keys + counters * np.uint64(_GOLDEN))
+    halves = np.stack([bits & np.uint64(0xFFFFFFFF), bits >> np.uint64(32)])
+    return halves.astype(np.uint32).view(np.int32)
 
 
 def _mix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -154,7 +155,7 @@ class RandomRows(NamedTuple):
 
     cut: Cut
     rows: Ints  # [S]
-    knobs: Floats  # [5, S], in the order of `Knobs`
+    knobs: Floats  # [6, S], in the order of `Knobs`
 
 
 class Refill(NamedTuple):
@@ -275,9 +276,9 @@ def _plan_group(
 ) -> RandomRows:
     chosen = [states[row] for row in rows]
     keys = np.array([state.key for state in chosen], np.uint64)
-    knobs = np.empty((5, len(rows)))
-    knobs[0] = uniforms(keys, np.array([indices[row] for row in rows], np.int64))
-    knobs[1:] = np.array([(s.temperature, s.top_k, s.top_p, s.min_p) for s in chosen]).T
+    knobs = np.empty((6, len(rows)))
+    knobs[:2] = row_keys(keys, np.array([indices[row] for row in rows], np.int64))
+    knobs[2:] = np.array([(s.temperature, s.top_k, s.top_p, s.min_p) for s in chosen]).T
     return RandomRows(cut, np.array(rows, np.int64), knobs)
 
 

@@ -6,10 +6,10 @@ import torch
 from scipy import stats
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rose.kernels.sampling import Cut, Knobs, _weights, cutoff, draw
+from rose.kernels.sampling import Cut, Knobs, _hashes, _noise, _weights, cutoff, draw
 from rose.runtime.options import SamplingParams
 from rose.runtime.sampler import Sampler, token_logprobs, unpack_bits
-from rose.runtime.sampling_plan import RowStatus, SamplingState, seed_key, uniforms, unpack
+from rose.runtime.sampling_plan import RowStatus, SamplingState, row_keys, seed_key, unpack
 
 V = 64
 EOS = 2
@@ -131,25 +131,45 @@ def test_tokens_come_as_often_as_they_should(cuts):
     assert stats.chisquare(observed[nonempty], target[nonempty]).pvalue > 1e-4
 
 
-def test_random_numbers_are_uniform_and_independent():
-    keys = np.array([seed_key(seed) for seed in range(200)], np.uint64)
-    table = np.stack([uniforms(keys, np.full(200, index)) for index in range(200)])
-    assert table.min() >= 0
+def noise_of(steps: int, seeds: int, width: int) -> np.ndarray:
+    """The uniform numbers behind the noise: [seeds, steps, width]."""
+    keys = np.array([seed_key(seed) for seed in range(seeds)], np.uint64)
+    rows = [row_keys(keys, np.full(seeds, step)) for step in range(steps)]
+    halves = torch.from_numpy(np.stack(rows, 2).reshape(2, -1, 1)).double()
+    knobs = knobs_of(1, [1.0] * seeds * steps)._replace(key_low=halves[0], key_high=halves[1])
+    logarithms = _noise(_hashes(width, torch.device("cpu")), knobs)
+    return -np.expm1(logarithms.double().numpy()).reshape(seeds, steps, width)
+
+
+def test_noise_is_uniform_and_independent():
+    table = noise_of(steps=30, seeds=30, width=300)
+    assert table.min() > 0
     assert table.max() < 1
     assert stats.kstest(table.ravel(), "uniform").pvalue > 1e-4
-    for axis in (0, 1):
-        a, b = np.delete(table, 0, axis).ravel(), np.delete(table, -1, axis).ravel()
-        assert abs(np.corrcoef(a, b)[0, 1]) < 0.02
+    low = np.sort(table.ravel())[:1000]  # it decides which of the unlikely tokens win
+    assert stats.kstest(low / low[-1], "uniform").pvalue > 1e-4
+    for axis in range(3):
+        for gap in (1, 2, 7):
+            first, second = np.split(table, [gap], axis)[1], np.split(table, [-gap], axis)[0]
+            assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.01
 
 
-def test_the_largest_random_number_never_picks_a_token_without_probability(monkeypatch):
-    largest = 1 - 2.0**-53
-    monkeypatch.setattr(
-        "rose.runtime.sampling_plan.uniforms", lambda keys, _: np.full(len(keys), largest)
-    )
-    logits = random_logits(200)
-    logits[:, 40:] = -torch.inf
-    assert max(ids(sample(logits, SamplingParams(seed=1)))) < 40
+def test_tokens_stay_the_same_where_logits_differ_by_rounding():
+    """As the same sequence's logits do in batches of different shapes."""
+    count, width = 400, 20000
+    logits = random_logits(count, width, scale=2.0)
+    wobble = torch.randn(count, width, generator=torch.Generator().manual_seed(1)) * 2e-5
+    for params in [SamplingParams(seed=1), SamplingParams(seed=1, top_p=0.95, top_k=400)]:
+        index = list(range(count))
+        one, other = (ids(sample(x, params, index=index)) for x in (logits, logits + wobble))
+        assert np.sum(np.array(one) != np.array(other)) <= 1
+
+
+def test_every_probability_can_win_the_race():
+    """Also the least and the only one, whatever the noise."""
+    logits = torch.full((3000, 5), -torch.inf)
+    logits[:, 3] = 0.0
+    assert ids(sample(logits, SamplingParams(seed=1), index=list(range(3000)))) == [3] * 3000
 
 
 def cutoff_by_sorting(weights_V: np.ndarray, top_k: int, top_p: float) -> float:
@@ -160,7 +180,7 @@ def cutoff_by_sorting(weights_V: np.ndarray, top_k: int, top_p: float) -> float:
 
 
 def knobs_of(top_k: int, tops: list[float], temperature: float = 1.0) -> Knobs:
-    rows = [(0.0, temperature, top_k, top_p, 0.0) for top_p in tops]
+    rows = [(row * 7919, 0.0, temperature, top_k, top_p, 0.0) for row, top_p in enumerate(tops)]
     return Knobs(*torch.tensor(rows, dtype=torch.float64).T[:, :, None])
 
 
@@ -170,7 +190,7 @@ def test_every_way_to_the_cutoff_finds_the_one_by_sorting(scale, top_k):
     """Few candidates, or all of them; alone and beside rows that take another way."""
     tops = [1e-300, 1e-9, 0.3, 0.9, 0.999, 1.0]
     logits = random_logits(1, 12000, scale=scale).bfloat16().float().expand(len(tops), -1)
-    weights, knobs = _weights(logits, torch.ones(1, 1)), knobs_of(top_k, tops)
+    weights, knobs = _weights(logits.softmax(-1)), knobs_of(top_k, tops)
     together = cutoff(weights, knobs, Cut.ANY)
     for row, top_p in enumerate(tops):
         wanted = cutoff_by_sorting(weights[row].numpy(), top_k, top_p)
@@ -186,9 +206,7 @@ def test_a_small_top_k_draws_the_same_among_few_and_among_all(levels, top_p):
     """Also where more tokens are equally likely than the few that are looked at."""
     count, width = 500, 6000
     logits = (random_logits(1, width) * levels).round() / levels
-    knobs = knobs_of(20, [top_p] * count)._replace(
-        uniform=torch.linspace(0, 0.999, count)[:, None].double()
-    )
+    knobs = knobs_of(20, [top_p] * count)
     few = draw(logits.expand(count, -1), knobs, Cut.FEW)
     every = draw(logits.expand(count, -1), knobs, Cut.ANY)
     assert (few == every).float().mean() > 0.99  # the sums of their softmax differ by rounding
