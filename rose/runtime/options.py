@@ -32,11 +32,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         max_tokens: new tokens at most; None is up to the model's length.
         temperature: 0 takes the most likely token.
         top_k: 0 is off. top_p: 1 is off. min_p: 0 is off.
+        logit_bias: is added to the logits of these ids; -100 or less bans them.
         seed: the same seed gives the same tokens whatever else runs; None draws a fresh one.
         stop_token_ids: end tokens beside those of the checkpoint; the token that ends is the last.
-        ignore_eos: go on past the checkpoint's end tokens.
+        ignore_eos: go on past the checkpoint's end tokens; one still ends a complete `grammar`.
         logprobs: log-probabilities of that many most likely tokens beside the chosen one's;
-            None is none at all.
+            None is none at all. They are the model's own, before all of these steps.
         prompt_logprobs: the same for the tokens of the prompt.
         grammar: a JSON schema (as text) that the output has to follow; "{}" is any JSON object.
         cache_salt: prefixes are only found again by requests of the same salt.

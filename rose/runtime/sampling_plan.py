@@ -244,8 +244,8 @@ class CountSlots:
         if expected == index:
             return None
         assert len(state.output_ids) >= index, "counts are rebuilt from known tokens only"
-        prompt = np.asarray(state.prompt_ids, np.int64)
-        return Refill(state.slot, prompt, np.asarray(state.output_ids[:index], np.int64))
+        prompt = np.array(state.prompt_ids, np.int64)
+        return Refill(state.slot, prompt, np.array(state.output_ids[:index], np.int64))
 
     def _grow(self) -> int:
         self._given += 1

@@ -11,7 +11,6 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from threading import Lock
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -31,11 +30,6 @@ MAX_SCHEMA_CHARS = 100_000
 # Space between JSON tokens: one blank, or a line break and its indentation. Were it unbounded, a
 # small model could write nothing else up to its last token.
 WHITESPACE = r"[ ]?|\n[ \t]{0,32}"
-
-
-def is_available() -> bool:
-    """Whether the library behind grammars is installed."""
-    return find_spec("llguidance") is not None
 
 
 class GrammarCompiler:
