@@ -6,6 +6,9 @@ from typing import Protocol
 
 from rose.models.config import ConfigReader
 
+# Pairs of a stored projection's name and the names of those that it holds, in their order.
+Fused = tuple[tuple[str, tuple[str, ...]], ...]
+
 
 class ModelConfig(Protocol):
     """What every architecture's config tells, whatever else it holds."""
@@ -47,13 +50,16 @@ class Architecture:
 
     `read_config` turns config.json into the architecture's config. `backbone` is the model class as
     "module:class", called with that config. `ignored` are patterns (full matches) of tensors that
-    the backbone has no use for. `lm_head` says whether causal LMs of this architecture exist,
-    `tie_default` whether they share it with the token embedding where the config says nothing.
+    the backbone has no use for. `fused` names tensors that hold several projections, one behind the
+    other: the projection's name there, and the names that the model knows the parts by. `lm_head`
+    says whether causal LMs of this architecture exist, `tie_default` whether they share it with the
+    token embedding where the config says nothing.
     """
 
     name: str
     read_config: Callable[[ConfigReader], ModelConfig]
     backbone: str
     ignored: tuple[str, ...] = ()
+    fused: Fused = ()
     lm_head: bool = False
     tie_default: bool = False

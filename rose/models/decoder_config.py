@@ -6,7 +6,7 @@ from functools import partial
 from rose.models.architecture import Architecture
 from rose.models.config import ConfigReader
 from rose.models.errors import CheckpointError
-from rose.models.rope import RopeConfig, read_ropes
+from rose.models.rope import RopeConfig, RopeFacts, read_ropes
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -95,7 +95,7 @@ def read_decoder_config(family: Family, reader: ConfigReader) -> DecoderConfig:
         causal=causal,
         layer_types=layer_types,
         window=_window(reader, layer_types, causal=causal),
-        ropes=read_ropes(reader, layer_types, head_dim, 10000.0, positions),
+        ropes=read_ropes(reader, layer_types, RopeFacts(head_dim, positions)),
     )
 
 

@@ -20,7 +20,7 @@ from rose.models.modules import Pooler, build_modules
 from rose.models.plan import NO_HEAD, Plan, fingerprint, give_up_generation, plan_checkpoint
 from rose.models.tensors import open_tensors
 from rose.models.tokenizer import read_tokenizer_card, read_tokenizer_json
-from rose.models.weights import NamedTensors, fill, name_tensors, wanted_names
+from rose.models.weights import NamedTensors, fill, name_tensors, wanted_parts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -87,7 +87,7 @@ def load(
     )
     place = torch.device(device)
     module = _build_backbone(plan)
-    named = name_tensors(open_tensors(plan.core), wanted_names(module))
+    named = name_tensors(open_tensors(plan.core), wanted_parts(module), plan.architecture.fused)
     if plan.tie_embeddings:
         share_stored_embedding(named)
     chosen = _choose_dtype(plan, dtype, place, named)

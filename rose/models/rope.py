@@ -5,20 +5,21 @@ object per layer type.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from rose.models.config import ConfigReader, Setting
 from rose.models.errors import CheckpointError
 
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 _NEEDED = {
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),
+    "longrope": ("short_factor", "long_factor"),
 }
+ROPE_KINDS = tuple(_NEEDED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,8 @@ class RopeConfig:
     """How positions rotate queries and keys.
 
     `dim` channels of a head rotate. `max_positions` is the config's `max_position_embeddings`,
-    `original_positions` the length before an extension. What a kind does not use stays None.
+    `original_positions` the length before an extension. `short_factor` and `long_factor` have one
+    number per pair of channels. What a kind does not use stays None.
     """
 
     kind: str
@@ -43,45 +45,93 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factor: tuple[float, ...] | None = None
+    long_factor: tuple[float, ...] | None = None
+
+    @property
+    def fixed_positions(self) -> int | None:
+        """Length up to which the rotation of a token does not depend on its sequence's length.
+
+        None is any length. Keys that are kept for later tokens are wrong beyond it.
+        """
+        lengths = {"dynamic": self.max_positions, "longrope": self.original_positions}
+        return lengths.get(self.kind)
+
+
+@dataclass(frozen=True, slots=True)
+class RopeFacts:
+    """What an architecture says of its rotation.
+
+    `dim` is the head size, `positions` the config's `max_position_embeddings`, `theta` the base
+    where the config states none. `partial` allows a share of the channels to rotate. `kinds` maps
+    names that the architecture's older configs use to those of today.
+    """
+
+    dim: int
+    positions: int
+    theta: float = 10000.0
+    theta_key: str = "rope_theta"
+    original_positions: int | None = None
+    partial: bool = False
+    kinds: Mapping[str, str] = field(default_factory=dict)
+
+
+class LayerBase(NamedTuple):
+    """The base of a layer type: the key of the older style, the default, and whether it scales.
+
+    `scales` says whether the older `rope_scaling` is meant for layers of this type.
+    """
+
+    key: str
+    theta: float
+    scales: bool
 
 
 def read_ropes(
-    reader: ConfigReader,
-    layer_types: Sequence[str],
-    dim: int,
-    default_theta: float,
-    positions: int,
+    reader: ConfigReader, layer_types: Sequence[str], facts: RopeFacts
 ) -> dict[str, RopeConfig]:
-    """Read the rotary settings of each layer type.
-
-    Args:
-        reader: config.json.
-        layer_types: the types that the layers have.
-        dim: channels of a head that rotate.
-        default_theta: the architecture's base where the config states none.
-        positions: the config's `max_position_embeddings`.
+    """Read the rotary settings of each layer type, which are mostly the same.
 
     Raises:
         CheckpointError: a kind is unknown, or a setting is missing or malformed.
     """
     parameters, key = _parameters(reader)
-    theta = reader.optional("rope_theta", float, record=False)
-    fallback = _Fallback(default_theta if theta is None else theta, dim, positions)
     kinds = dict.fromkeys(layer_types)
     if not any(isinstance(value, dict) for value in parameters.values()):
-        return dict.fromkeys(kinds, _read_rope(reader, parameters, key, fallback))
+        return dict.fromkeys(kinds, _read_rope(reader, parameters, key, facts))
     missing = [kind for kind in kinds if not isinstance(parameters.get(kind), dict)]
     if missing:
         raise CheckpointError(f"{reader.where(key)}: {missing[0]!r} is missing")
-    return {kind: _read_rope(reader, parameters[kind], f"{key}.{kind}", fallback) for kind in kinds}
+    return {kind: _read_rope(reader, parameters[kind], f"{key}.{kind}", facts) for kind in kinds}
 
 
-class _Fallback(NamedTuple):
-    """What the config says outside its rope settings."""
+def read_layer_ropes(
+    reader: ConfigReader,
+    layer_types: Sequence[str],
+    facts: RopeFacts,
+    bases: Mapping[str, LayerBase],
+) -> dict[str, RopeConfig]:
+    """Read the rotary settings of an architecture whose layer types differ in their base.
 
-    theta: float
-    dim: int
-    positions: int
+    Raises:
+        CheckpointError: a kind is unknown, or a setting is missing or malformed.
+    """
+    newer = reader.optional("rope_parameters", dict, record=False) or {}
+    older = reader.optional("rope_scaling", dict, record=False) or {}
+    if newer and not newer.keys() & bases.keys():
+        kinds = ", ".join(bases)
+        where = reader.where("rope_parameters")
+        raise CheckpointError(f"{where}: an object for each of {kinds} is expected, found {newer}")
+    ropes = {}
+    for kind in dict.fromkeys(layer_types):
+        base, own = bases[kind], newer.get(kind) or {}
+        if not isinstance(own, dict):
+            where = reader.where("rope_parameters")
+            raise CheckpointError(f"{where}.{kind}: an object is expected, found {own!r}")
+        values = own | older if base.scales else own
+        layer = replace(facts, theta=base.theta, theta_key=base.key)
+        ropes[kind] = _read_rope(reader, values, f"rope_parameters.{kind}", layer)
+    return ropes
 
 
 def _parameters(reader: ConfigReader) -> tuple[Mapping[str, Any], str]:
@@ -98,40 +148,64 @@ def _parameters(reader: ConfigReader) -> tuple[Mapping[str, Any], str]:
 
 
 def _read_rope(
-    reader: ConfigReader, values: Mapping[str, Any], key: str, fallback: _Fallback
+    reader: ConfigReader, values: Mapping[str, Any], key: str, facts: RopeFacts
 ) -> RopeConfig:
     rope = ConfigReader(values, f"{reader.file}: {key}", "rope", f"{reader.label}: {key}")
-    kind = _kind(rope)
-    _check_partial(reader, rope)
-    theta = rope.optional("rope_theta", float, record=False)
+    kind = _kind(rope, facts)
+    dim = _rotary_dim(reader, rope, facts)
     original = "original_max_position_embeddings"
     config = RopeConfig(
         kind=kind,
-        theta=fallback.theta if theta is None else theta,
-        dim=fallback.dim,
-        max_positions=fallback.positions,
+        theta=_theta(reader, rope, facts),
+        dim=dim,
+        max_positions=facts.positions,
         original_positions=reader.optional_size(original)
+        or facts.original_positions
         or rope.optional_size(original)
-        or fallback.positions,
+        or facts.positions,
         truncate=rope.get("truncate", True, bool) if kind == "yarn" else True,
+        short_factor=_factors(rope, "short_factor", kind, dim),
+        long_factor=_factors(rope, "long_factor", kind, dim),
         **{name: rope.optional(name, float) for name in _NUMBERS},
     )
     _check(rope, config)
-    _report(reader, rope, key, config)
+    _report(reader, rope, key, config, facts)
     return config
 
 
-def _report(reader: ConfigReader, rope: ConfigReader, key: str, config: RopeConfig) -> None:
+def _theta(reader: ConfigReader, rope: ConfigReader, facts: RopeFacts) -> float:
+    own = rope.optional("rope_theta", float, record=False)
+    outer = reader.optional(facts.theta_key, float, record=False)
+    return next((theta for theta in (own, outer) if theta is not None), facts.theta)
+
+
+def _factors(rope: ConfigReader, key: str, kind: str, dim: int) -> tuple[float, ...] | None:
+    """Read one number per pair of rotary channels."""
+    values = rope.optional(key, list) if kind == "longrope" else None
+    if values is None:
+        return None
+    numbers = [
+        v for v in values if isinstance(v, int | float) and not isinstance(v, bool) and v > 0
+    ]
+    if len(values) != dim // 2 or len(numbers) != len(values):
+        raise CheckpointError(
+            f"{rope.file}: {key}: {dim // 2} positive numbers are expected, found {values}"
+        )
+    return tuple(map(float, numbers))
+
+
+def _report(
+    reader: ConfigReader, rope: ConfigReader, key: str, config: RopeConfig, facts: RopeFacts
+) -> None:
     """Pass the settings on, each under its own name, and name keys that mean nothing here."""
     default = f"default of {reader.architecture}"
     stated = bool(rope.values.keys() & {"rope_type", "type"})
     reader.record(f"{key}.kind", config.kind, rope.label if stated else default)
-    own, outer = rope.has("rope_theta"), reader.has("rope_theta")
-    source = rope.label if own else reader.source("rope_theta") if outer else default
+    own, outer = rope.has("rope_theta"), reader.has(facts.theta_key)
+    source = rope.label if own else reader.source(facts.theta_key) if outer else default
     reader.record(f"{key}.theta", config.theta, source)
     reader.settings += [Setting(f"{key}.{s.name}", s.value, s.source) for s in rope.settings]
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "truncate", *_NUMBERS}
-    unknown = sorted(rope.values.keys() - known - {"original_max_position_embeddings"})
+    unknown = sorted(rope.values.keys() - _KNOWN)
     if unknown:
         reader.warn(f"{rope.file}: unknown settings are not used: {', '.join(unknown)}")
 
@@ -148,9 +222,23 @@ _NUMBERS = (
 )
 
 
-def _kind(rope: ConfigReader) -> str:
+_KNOWN = {
+    "rope_type",
+    "type",
+    "rope_theta",
+    "partial_rotary_factor",
+    "truncate",
+    "short_factor",
+    "long_factor",
+    "original_max_position_embeddings",
+    *_NUMBERS,
+}
+
+
+def _kind(rope: ConfigReader, facts: RopeFacts) -> str:
     older = rope.optional("type", str, record=False)
-    kind = rope.optional("rope_type", str, record=False) or older or "default"
+    name = rope.optional("rope_type", str, record=False) or older or "default"
+    kind = facts.kinds.get(name, name)
     if kind not in ROPE_KINDS:
         raise CheckpointError(
             f"{rope.file}: rope kind {kind!r} is not supported. Known: {', '.join(ROPE_KINDS)}."
@@ -158,14 +246,25 @@ def _kind(rope: ConfigReader) -> str:
     return kind
 
 
-def _check_partial(reader: ConfigReader, rope: ConfigReader) -> None:
+def _rotary_dim(reader: ConfigReader, rope: ConfigReader, facts: RopeFacts) -> int:
+    """Return how many channels of a head rotate."""
     for source in (rope, reader):
         share = source.optional("partial_rotary_factor", float)
-        if share not in (None, 1.0):
+        if share in (None, 1.0):
+            continue
+        if not facts.partial:
             raise CheckpointError(
                 f"{source.file}: partial_rotary_factor: {share} is not supported by this "
                 "architecture, only 1.0"
             )
+        dim = int(facts.dim * share)
+        if dim % 2 or not 0 < dim <= facts.dim:
+            raise CheckpointError(
+                f"{source.file}: partial_rotary_factor: {share} of a head of {facts.dim} channels "
+                f"is {dim}, which is no even number from 2 to {facts.dim}"
+            )
+        return dim
+    return facts.dim
 
 
 def _check(rope: ConfigReader, config: RopeConfig) -> None:

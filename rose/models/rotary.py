@@ -18,6 +18,7 @@ class RotaryEmbedding(nn.Module):
     """Cosines and sines for `apply_rope`."""
 
     inv_freq: Tensor
+    long_inv_freq: Tensor  # longrope's, for sequences beyond the original positions
 
     def __init__(self, config: "RopeConfig") -> None:
         """Work out the inverse frequencies, float32 [R / 2]."""
@@ -25,12 +26,18 @@ class RotaryEmbedding(nn.Module):
         self.config = config
         inv_freq, self.scale = inverse_frequencies(config)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
+        if config.long_factor is not None:
+            long_inv_freq = inv_freq_by_factors(config, config.long_factor)
+            self.register_buffer("long_inv_freq", long_inv_freq, persistent=False)
 
     def forward(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines, float32 [T, R]; both halves of a row are equal."""
         inv_freq = self.inv_freq
         if self.config.kind == "dynamic":
             inv_freq = _dynamic_frequencies(self.config, positions_T, inv_freq)
+        elif self.config.kind == "longrope":
+            is_long_T = _sequence_lengths(positions_T) > self.config.original_positions
+            inv_freq = torch.where(is_long_T.unsqueeze(1), self.long_inv_freq, inv_freq)
         angles_T = positions_T.to(torch.float32).unsqueeze(1) * inv_freq
         angles_TR = torch.cat((angles_T, angles_T), dim=-1)
         if self.scale == 1.0:
@@ -41,7 +48,8 @@ class RotaryEmbedding(nn.Module):
 def inverse_frequencies(config: "RopeConfig") -> tuple[Tensor, float]:
     """Return the inverse frequencies, float32 [dim / 2], and what cosines and sines scale by.
 
-    Dynamic rope is plain up to the positions that the model was made for.
+    Dynamic rope is plain up to the positions that the model was made for; longrope is here as it is
+    up to the original positions.
     """
     plain = 1.0 / config.theta ** _exponents(config.dim)
     if config.kind == "linear":
@@ -51,7 +59,24 @@ def inverse_frequencies(config: "RopeConfig") -> tuple[Tensor, float]:
         return _llama3(config, plain), 1.0
     if config.kind == "yarn":
         return _yarn(config)
+    if config.kind == "longrope":
+        assert config.short_factor is not None
+        return inv_freq_by_factors(config, config.short_factor), _longrope_scale(config)
     return plain, 1.0
+
+
+def inv_freq_by_factors(config: "RopeConfig", factors: "tuple[float, ...]") -> Tensor:
+    """Return inverse frequencies, each divided by a factor (LongRoPE; Ding et al., 2024)."""
+    return 1.0 / (torch.tensor(factors) * config.theta ** _exponents(config.dim))
+
+
+def _longrope_scale(config: "RopeConfig") -> float:
+    if config.attention_factor is not None:
+        return config.attention_factor
+    factor = config.factor or config.max_positions / config.original_positions
+    if factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(factor) / math.log(config.original_positions))
 
 
 def _exponents(dim: int) -> Tensor:
@@ -109,13 +134,22 @@ def _yarn_scale(config: "RopeConfig", factor: float) -> float:
 def _dynamic_frequencies(config: "RopeConfig", positions_T: Tensor, plain: Tensor) -> Tensor:
     """Return each token's frequencies, [T, R / 2], by the length of its own sequence.
 
-    A sequence longer than the model's positions turns more slowly. Lengths are read from where
-    positions start again at 0, so a batch with a cache must not hold longer ones.
+    A sequence longer than the model's positions turns more slowly.
     """
     assert config.factor is not None
-    starts_T = (positions_T == 0).cumsum(0)
-    longest = torch.zeros(len(positions_T) + 1, dtype=positions_T.dtype, device=plain.device)
-    longest = longest.scatter_reduce(0, starts_T, positions_T + 1, "amax")
-    stretch_T = longest[starts_T].clamp(min=config.max_positions) / config.max_positions
+    lengths_T = _sequence_lengths(positions_T)
+    stretch_T = lengths_T.clamp(min=config.max_positions) / config.max_positions
     growth_T = (config.factor * stretch_T - (config.factor - 1)) ** (config.dim / (config.dim - 2))
     return 1.0 / (config.theta * growth_T.unsqueeze(1)) ** _exponents(config.dim).to(plain.device)
+
+
+def _sequence_lengths(positions_T: Tensor) -> Tensor:
+    """Return the length of each token's sequence, read from where positions start again at 0.
+
+    With a cache they do not start at 0: there, a sequence must not be so long that it matters, see
+    `RopeConfig.fixed_positions`.
+    """
+    starts_T = (positions_T == 0).cumsum(0)
+    longest = positions_T.new_zeros(len(positions_T) + 1)
+    longest = longest.scatter_reduce(0, starts_T, positions_T + 1, "amax")
+    return longest[starts_T]

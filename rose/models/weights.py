@@ -6,38 +6,53 @@ is the mapped file itself: no second copy in memory.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from rose.models.architecture import Fused
 from rose.models.errors import CheckpointError
 from rose.models.layers import Part, WeightedModule
 from rose.models.tensors import CheckpointTensors
 
 # Components that training frameworks and wrappers put before a backbone's own names.
 _WRAPPERS = frozenset(
-    {"model", "bert", "roberta", "encoder", "transformer", "backbone"}
+    {"model", "encoder", "transformer", "backbone"}
+    | {"bert", "roberta", "distilbert", "mpnet", "nomic_bert", "gte", "new"}
     | {"auto_model", "module", "_orig_mod", "0", "base_model"}
 )
 _OLD_NORM_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+
+
+class Rows(NamedTuple):
+    """Rows of the tensor that the model knows as `whole`, from `start` to `stop` of `total`."""
+
+    whole: str
+    start: int
+    stop: int
+    total: int
 
 
 @dataclass(slots=True)
 class NamedTensors:
     """A checkpoint's tensors by the names that the model knows them by.
 
-    `names` maps the model's name to the name in the file. What a model uses is noted in `used`.
+    `names` maps the model's name to the name in the file, `rows` the names of projections that are
+    stored as rows of another tensor to where they are. What a model uses is noted in `used`.
     """
 
     tensors: CheckpointTensors
     names: dict[str, str]
     prefix: str
+    rows: dict[str, Rows] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
 
     def __contains__(self, name: str) -> bool:
-        return name in self.names
+        return name in self.names or name in self.rows
 
     def get(self, part: Part) -> Tensor:
         """Return a tensor of the shape that the model expects.
@@ -46,6 +61,9 @@ class NamedTensors:
             CheckpointError: it is missing, has another shape, or holds no plain numbers.
         """
         stored = self.names.get(part.name)
+        if stored is None and part.name in self.rows:
+            whole, start, stop, total = self.rows[part.name]
+            return self.get(Part(whole, (total, *part.shape[1:])))[start:stop]
         if stored is None:
             raise CheckpointError(_missing(part, self))
         self.used.add(part.name)
@@ -84,17 +102,20 @@ def _missing(part: Part, named: NamedTensors) -> str:
     return f"tensor {named.prefix + part.name!r} is missing from {files}"
 
 
-def name_tensors(tensors: CheckpointTensors, wanted: Iterable[str]) -> NamedTensors:
+def name_tensors(
+    tensors: CheckpointTensors, wanted: Iterable[Part], fused: Fused = ()
+) -> NamedTensors:
     """Match a checkpoint's names with those of a model, whatever prefix they were saved with.
 
     Tensors outside the prefix (an LM head beside "model.") keep their name, without the wrappers
-    that the prefix shares with it.
+    that the prefix shares with it. Projections may be stored as one tensor by the rules of `fused`.
 
     Raises:
         CheckpointError: two sets of tensors fit equally well.
     """
     stored = _modern_names(tensors)
-    prefix = _find_prefix(stored, set(wanted))
+    sizes = {part.name: part.shape[0] for part in wanted}
+    prefix = _find_prefix(stored, set(sizes))
     names: dict[str, str] = {}
     for name, original in stored.items():
         known = _strip(name, prefix)
@@ -104,7 +125,21 @@ def name_tensors(tensors: CheckpointTensors, wanted: Iterable[str]) -> NamedTens
                 f"are both {known!r}"
             )
         names[known] = original
-    return NamedTensors(tensors, names, prefix)
+    rows = {part: row for name in names for part, row in _find_rows(name, sizes, fused)}
+    return NamedTensors(tensors, names, prefix, rows)
+
+
+def _find_rows(name: str, sizes: Mapping[str, int], fused: Fused) -> Iterator[tuple[str, Rows]]:
+    """Yield the projections that the tensor `name` holds, and which of its rows they are."""
+    projection, _, kind = name.rpartition(".")
+    for holder, held in fused:
+        if f".{projection}".endswith(f".{holder}"):
+            owner = projection.removesuffix(holder)
+            parts = [f"{owner}{part}.{kind}" for part in held]
+            if all(part in sizes for part in parts):
+                ends = list(accumulate((sizes[part] for part in parts), initial=0))
+                for part, start, stop in zip(parts, ends, ends[1:], strict=False):
+                    yield part, Rows(name, start, stop, ends[-1])
 
 
 def _modern_names(tensors: CheckpointTensors) -> dict[str, str]:
@@ -167,10 +202,10 @@ def weighted_modules(model: nn.Module) -> Iterator[WeightedModule]:
     return (module for module in model.modules() if isinstance(module, WeightedModule))
 
 
-def wanted_names(model: nn.Module) -> list[str]:
+def wanted_parts(model: nn.Module) -> list[Part]:
     """List the checkpoint tensors that fill a model."""
     modules = weighted_modules(model)
-    return [part.name for module in modules for parts in module.slots.values() for part in parts]
+    return [part for module in modules for parts in module.slots.values() for part in parts]
 
 
 def fill(model: nn.Module, named: NamedTensors, dtype: torch.dtype, device: torch.device) -> None:

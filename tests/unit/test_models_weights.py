@@ -12,6 +12,7 @@ from torch import nn
 
 from rose.models.config import CheckpointFolder
 from rose.models.errors import CheckpointError
+from rose.models.layers import Part
 from rose.models.loader import LoadedModel, default_dtype, load
 from rose.models.tensors import open_tensors
 from rose.models.weights import name_tensors
@@ -458,7 +459,7 @@ def test_automatic_dtype(checkpoints, tmp_path, stored):
     dtype = getattr(torch, stored)
     tiny.edit_tensors(path, lambda t: {n: x.to(dtype) for n, x in t.items()})
     tensors = open_tensors(CheckpointFolder(path))
-    named = name_tensors(tensors, [name.removeprefix("model.") for name in tensors])
+    named = name_tensors(tensors, [Part(name.removeprefix("model."), (1,)) for name in tensors])
     assert default_dtype(torch.device("cuda"), named)[0] == dtype
     assert default_dtype(torch.device("cpu"), named)[0] == torch.float32
     loaded = load(path)

@@ -1,0 +1,210 @@
+"""Layers of the BERT family: attention, then an MLP, each followed by the norm of the sum.
+
+The members differ in the names of their tensors, in their embeddings, and in a few facts of
+`EncoderConfig`; each has a file of its own that says how.
+
+Shape letters: T tokens of the batch, C channels, I intermediate size, H heads, D head size,
+R rotary channels.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from rose.kernels.activation import activate, gated
+from rose.kernels.attention.base import AttentionSpec
+from rose.kernels.rope import apply_rope
+from rose.models.layers import Embedding, LayerNorm, Linear, PackedLinear, known_activation
+
+if TYPE_CHECKING:
+    from rose.kernels.attention.base import AttentionBatch, PositionBias
+    from rose.models.batch import TokenBatch
+    from rose.models.encoder_config import EncoderConfig
+
+Rotation = tuple[Tensor, Tensor]  # cosines and sines, [T, R] each
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNames:
+    """Names of a layer's tensors in the checkpoint, without ".weight" and ".bias".
+
+    `up` is the MLP's first projection; where there is a gate, the gate and the projection.
+    """
+
+    qkv: tuple[str, str, str]
+    output: str
+    attention_norm: str
+    up: tuple[str, ...]
+    down: str
+    mlp_norm: str
+
+
+class Encoder(nn.Module):
+    """A stack of layers; what a member adds are its embeddings."""
+
+    def __init__(
+        self,
+        config: "EncoderConfig",
+        names: Callable[[int], LayerNames],
+        bias: "PositionBias | None" = None,
+    ) -> None:
+        """Declare the layers of `config`; `names` gives those of a layer by its index."""
+        super().__init__()
+        self.hidden_size = config.hidden_size
+        self.vocab_size = config.vocab_size
+        self.max_positions = config.max_positions
+        indices = range(config.num_layers)
+        layers = [EncoderLayer(config, index, names(index), bias) for index in indices]
+        self.layers = nn.ModuleList(layers)
+        self.attention_specs = [layer.attention.spec for layer in layers]
+
+    def encode(self, x_TC: Tensor, batch: "TokenBatch", rotation: Rotation | None = None) -> Tensor:
+        """Return the last layer's hidden states [T, C] of embedded tokens."""
+        for layer in self.layers:
+            x_TC = layer(x_TC, batch.attention, rotation)
+        return x_TC
+
+
+class EncoderLayer(nn.Module):
+    """Attention and MLP."""
+
+    def __init__(
+        self,
+        config: "EncoderConfig",
+        index: int,
+        names: LayerNames,
+        bias: "PositionBias | None" = None,
+    ) -> None:
+        """Declare the weights of layer `index`."""
+        super().__init__()
+        self.attention = EncoderAttention(config, index, names, bias)
+        self.mlp = GatedMLP(config, names) if config.gated else MLP(config, names)
+        self.norm = LayerNorm(names.mlp_norm, config.hidden_size, config.norm_eps)
+
+    def forward(
+        self, x_TC: Tensor, attention: "AttentionBatch", rotation: Rotation | None
+    ) -> Tensor:
+        """Return [T, C]."""
+        x_TC = self.attention(x_TC, attention, rotation)
+        return self.norm.add(self.mlp(x_TC), x_TC)
+
+
+class EncoderAttention(nn.Module):
+    """Self-attention over the whole sequence, with its output projection and norm."""
+
+    def __init__(
+        self,
+        config: "EncoderConfig",
+        index: int,
+        names: LayerNames,
+        bias: "PositionBias | None" = None,
+    ) -> None:
+        """Declare layer `index`'s projections."""
+        super().__init__()
+        size, inner = config.hidden_size, config.num_heads * config.head_dim
+        self.spec = AttentionSpec(
+            layer=index,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_heads,
+            head_dim=config.head_dim,
+            scale=config.head_dim**-0.5,
+            causal=False,
+            bias=bias,
+        )
+        self.qkv = PackedLinear(names.qkv, size, [inner] * 3, bias=config.attention_bias)
+        self.output = Linear(names.output, inner, size, bias=config.attention_bias)
+        self.norm = LayerNorm(names.attention_norm, size, config.norm_eps)
+
+    def forward(
+        self, x_TC: Tensor, attention: "AttentionBatch", rotation: Rotation | None
+    ) -> Tensor:
+        """Return [T, C]."""
+        heads = (self.spec.num_heads, self.spec.head_dim)
+        q_THD, k_THD, v_THD = (part_TC.unflatten(1, heads) for part_TC in self.qkv.split(x_TC))
+        if rotation is not None:
+            q_THD, k_THD = apply_rope(q_THD, k_THD, *rotation)
+        out_THD = attention.attend(q_THD, k_THD, v_THD, self.spec)
+        return self.norm.add(self.output(out_THD.flatten(1)), x_TC)
+
+
+class MLP(nn.Module):
+    """down(act(up(x)))."""
+
+    def __init__(self, config: "EncoderConfig", names: LayerNames) -> None:
+        """Declare both projections."""
+        super().__init__()
+        size, inner = config.hidden_size, config.intermediate_size
+        self.activation = known_activation(config.activation)
+        (up,) = names.up
+        self.up = Linear(up, size, inner, bias=config.up_bias)
+        self.down = Linear(names.down, inner, size, bias=config.down_bias)
+
+    def forward(self, x_TC: Tensor) -> Tensor:
+        """Return [T, C]."""
+        return self.down(activate(self.up(x_TC), self.activation))
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x))."""
+
+    def __init__(self, config: "EncoderConfig", names: LayerNames) -> None:
+        """Declare the three projections, gate and up as one."""
+        super().__init__()
+        size, inner = config.hidden_size, config.intermediate_size
+        self.activation = known_activation(config.activation)
+        self.gate_up = PackedLinear(names.up, size, [inner, inner], bias=config.up_bias)
+        self.down = Linear(names.down, inner, size, bias=config.down_bias)
+
+    def forward(self, x_TC: Tensor) -> Tensor:
+        """Return [T, C]."""
+        return self.down(gated(self.gate_up(x_TC), self.activation))
+
+
+class WordEmbeddings(nn.Module):
+    """Words and, where there are any, segments and positions, summed and normed."""
+
+    def __init__(self, config: "EncoderConfig", norm: str = "embeddings.LayerNorm") -> None:
+        """Declare the tables that `config` speaks of, and the norm of this name."""
+        super().__init__()
+        size = config.hidden_size
+        self.words = Embedding("embeddings.word_embeddings", config.vocab_size, size)
+        self.types: Embedding | None = None
+        if config.type_vocab_size:
+            name = "embeddings.token_type_embeddings"
+            self.types = Embedding(name, config.type_vocab_size, size)
+        self.positions: Embedding | None = None
+        if config.learned_positions:
+            rows = config.stated_positions
+            self.positions = Embedding("embeddings.position_embeddings", rows, size)
+        self.norm = LayerNorm(norm, size, config.norm_eps)
+
+    def forward(self, ids_T: Tensor, rows_T: Tensor, types_T: Tensor | None) -> Tensor:
+        """Return [T, C].
+
+        Args:
+            ids_T: token ids.
+            rows_T: each token's row of the position table.
+            types_T: segment ids; None is segment 0 for every token.
+        """
+        x_TC = self.words(ids_T)
+        if self.types is not None:
+            x_TC = x_TC + (self.types.weight[:1] if types_T is None else self.types(types_T))
+        if self.positions is None:
+            return self.norm(x_TC)
+        return self.norm.add(x_TC, self.positions(rows_T))
+
+
+def rows_after_padding(ids_T: Tensor, positions_T: Tensor, pad_id: int) -> Tensor:
+    """Return each token's row of a position table that leaves the pad token out (RoBERTa, MPNet).
+
+    Tokens count up from `pad_id` + 1; a pad token, even one that the text itself holds, stands in
+    row `pad_id` and is not counted.
+    """
+    counts_T = ids_T != pad_id
+    total_T = counts_T.cumsum(0)
+    index_T = positions_T.new_ones(positions_T.shape).cumsum(0) - 1
+    first_T = index_T - positions_T  # each token's own sequence begins there
+    before_T = (total_T - counts_T.long())[first_T]
+    return (total_T - before_T) * counts_T + pad_id
