@@ -27,13 +27,16 @@ def cumulative(lengths: Sequence[int]) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
-def ragged(sequences: Sequence[Sequence[int]]) -> tuple[TokenBatch, torch.Tensor]:
-    """Pack sequences without a cache; returns the batch and cu_seqlens."""
+def ragged(
+    sequences: Sequence[Sequence[int]], segments: Sequence[Sequence[int]] | None = None
+) -> tuple[TokenBatch, torch.Tensor]:
+    """Pack sequences, with their segment ids if given; returns the batch and cu_seqlens."""
     lengths = tuple(map(len, sequences))
     cu_seqlens = cumulative(lengths)
     plan = reference_backend().plan_ragged(RaggedLayout(cu_seqlens, lengths))
     ids = torch.tensor([token for sequence in sequences for token in sequence])
-    return TokenBatch(ids, torch.cat([torch.arange(n) for n in lengths]), plan), cu_seqlens
+    types = None if segments is None else torch.tensor([i for row in segments for i in row])
+    return TokenBatch(ids, torch.cat([torch.arange(n) for n in lengths]), plan, types), cu_seqlens
 
 
 def new_pages(specs: Sequence[AttentionSpec], count: int) -> KVPages:

@@ -8,11 +8,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
     BertConfig,
     BertForMaskedLM,
     BertModel,
+    DistilBertConfig,
+    DistilBertModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MPNetConfig,
+    MPNetModel,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -20,6 +26,10 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    RobertaConfig,
+    RobertaModel,
+    XLMRobertaConfig,
+    XLMRobertaModel,
 )
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
@@ -40,7 +50,17 @@ WORDS = (
     "words",
 )
 BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-DECODERS: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
+ROBERTA_SPECIAL = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
+Classes = tuple[type[PretrainedConfig], type[PreTrainedModel]]
+# What an encoder needs to be tested: transformers' classes by model_type. The rest is free.
+ENCODERS: dict[str, Classes] = {
+    "bert": (BertConfig, BertModel),
+    "distilbert": (DistilBertConfig, DistilBertModel),
+    "mpnet": (MPNetConfig, MPNetModel),
+    "roberta": (RobertaConfig, RobertaModel),
+    "xlm-roberta": (XLMRobertaConfig, XLMRobertaModel),
+}
+DECODERS: dict[str, Classes] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
@@ -67,6 +87,22 @@ def bert_tokenizer(*, lowercase: bool = True) -> PreTrainedTokenizerFast:
     )
     names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
     special = dict(zip(names, BERT_SPECIAL, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+
+
+def roberta_tokenizer() -> PreTrainedTokenizerFast:
+    """A word-level tokenizer: `<s> text </s>`, and `<s> a </s></s> b </s>` for a pair."""
+    words = [*ROBERTA_SPECIAL, *WORDS, *(c for c in LETTERS if c not in WORDS)]
+    vocabulary = {token: index for index, token in enumerate(words)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>",
+        pair="<s> $A </s> </s> $B </s>",
+        special_tokens=[("<s>", 0), ("</s>", 2)],
+    )
+    names = ("cls_token", "pad_token", "sep_token", "unk_token", "mask_token")
+    special = dict(zip(names, ROBERTA_SPECIAL, strict=True))
     return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
 
 
@@ -100,6 +136,37 @@ def bert_config(**overrides: object) -> BertConfig:
         "max_position_embeddings": 40,
     }
     return BertConfig(**(settings | overrides))
+
+
+def encoder_config(kind: str, **overrides: object) -> PretrainedConfig:
+    """An encoder of three layers and 32 channels."""
+    settings = {
+        "vocab_size": len(bert_vocabulary()),
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "max_position_embeddings": 140 if kind == "mpnet" else 40,
+    }
+    if kind == "distilbert":
+        settings["hidden_dim"] = settings.pop("intermediate_size")
+    return ENCODERS[kind][0](**(settings | overrides))
+
+
+def save_encoder(
+    path: Path, kind: str, *, seed: int = 0, head: str | None = None, **overrides: object
+) -> Path:
+    """Write a tiny encoder with a tokenizer; `head` is None, "masked_lm" or "classifier"."""
+    config = encoder_config(kind, **overrides)
+    build = {
+        None: ENCODERS[kind][1],
+        "masked_lm": AutoModelForMaskedLM.from_config,
+        "classifier": AutoModelForSequenceClassification.from_config,
+    }[head]
+    spread(build(config), seed).save_pretrained(path)
+    is_bert = kind in ("bert", "distilbert")
+    (bert_tokenizer() if is_bert else roberta_tokenizer()).save_pretrained(path)
+    return path
 
 
 def save_bert(path: Path, *, seed: int = 0, masked_lm: bool = False, **overrides: object) -> Path:
@@ -161,6 +228,21 @@ def spread(model: PreTrainedModel, seed: int) -> PreTrainedModel:
 def copy(source: Path, target: Path) -> Path:
     """Copy a checkpoint, to change the copy."""
     return Path(shutil.copytree(source, target))
+
+
+def shard(folder: Path) -> Path:
+    """Store a folder's weights in two files with an index."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    file.unlink()
+    names = [f"model-{i:05}-of-00002.safetensors" for i in (1, 2)]
+    placed = {tensor: names[i % 2] for i, tensor in enumerate(tensors)}
+    for name in names:
+        part = {t: x for t, x in tensors.items() if placed[t] == name}
+        save_file(part, folder / name, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": placed}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
 
 
 def edit_json(path: Path, **changes: object) -> None:

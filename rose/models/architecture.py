@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from rose.models.classifier_config import ClassifierHead
 from rose.models.config import ConfigReader
 
 # Pairs of a stored projection's name and the names of those that it holds, in their order.
@@ -43,6 +44,19 @@ class ModelConfig(Protocol):
         """Whether a token sees only those before it."""
         ...
 
+    @property
+    def segments(self) -> int:
+        """Kinds of segments that tokens can belong to; 0 where there is no such thing."""
+        ...
+
+    @property
+    def cached_positions(self) -> int | None:
+        """Tokens up to which keys can be kept for later tokens; None is any number.
+
+        Beyond it, the rotation of a key depends on how long the sequence becomes.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
@@ -53,7 +67,8 @@ class Architecture:
     the backbone has no use for. `fused` names tensors that hold several projections, one behind the
     other: the projection's name there, and the names that the model knows the parts by. `lm_head`
     says whether causal LMs of this architecture exist, `tie_default` whether they share it with the
-    token embedding where the config says nothing.
+    token embedding where the config says nothing. `classifier` reads the facts of the head of
+    sequence classifiers, None where there are none.
     """
 
     name: str
@@ -63,3 +78,4 @@ class Architecture:
     fused: Fused = ()
     lm_head: bool = False
     tie_default: bool = False
+    classifier: Callable[[ConfigReader], ClassifierHead] | None = None

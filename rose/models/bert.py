@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from rose.models.encoder import Encoder, LayerNames, WordEmbeddings
+from rose.models.encoder import Encoder, WordEmbeddings, bert_names
 
 if TYPE_CHECKING:
     from rose.models.batch import TokenBatch
@@ -19,24 +19,10 @@ class BertModel(Encoder):
 
     def __init__(self, config: "EncoderConfig") -> None:
         """Declare all weights of `config`."""
-        super().__init__(config, layer_names)
+        super().__init__(config, bert_names)
         self.embeddings = WordEmbeddings(config)
 
     def forward(self, batch: "TokenBatch") -> Tensor:
         """Return hidden states [T, C]."""
         x_TC = self.embeddings(batch.input_ids, batch.positions, batch.token_type_ids)
         return self.encode(x_TC, batch)
-
-
-def layer_names(index: int) -> LayerNames:
-    """Name the tensors of a layer."""
-    layer = f"encoder.layer.{index}"
-    attention = f"{layer}.attention"
-    return LayerNames(
-        qkv=(f"{attention}.self.query", f"{attention}.self.key", f"{attention}.self.value"),
-        output=f"{attention}.output.dense",
-        attention_norm=f"{attention}.output.LayerNorm",
-        up=(f"{layer}.intermediate.dense",),
-        down=f"{layer}.output.dense",
-        mlp_norm=f"{layer}.output.LayerNorm",
-    )

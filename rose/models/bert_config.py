@@ -1,6 +1,7 @@
 """BERT's config.json. Free of torch."""
 
 from rose.models.architecture import Architecture
+from rose.models.classifier_config import pooler_head
 from rose.models.config import ConfigReader
 from rose.models.encoder_config import IGNORED, EncoderConfig, read_encoder_config
 
@@ -19,4 +20,5 @@ BERT = Architecture(
     read_config=read_bert_config,
     backbone="rose.models.bert:BertModel",
     ignored=IGNORED,
+    classifier=pooler_head,
 )

@@ -4,11 +4,24 @@ The engine reads it from the checkpoint and sends it, with the tokenizer, in its
 gateway needs no file of the model.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 Task = Literal["embed", "generate", "score", "classify"]
+
+
+class ChatTexts(msgspec.Struct, frozen=True, kw_only=True):
+    """Texts reach the model as conversations, rendered by the default chat template.
+
+    A text is one message of the role "user"; a pair is two, of the roles "query" and "document"; a
+    prompt is a message of the role "system" before them. The rendered text is tokenised without
+    special tokens. `parts` says that the template wants a message's content as a list of parts,
+    `[{"type": "text", "text": ...}]`. `variables` are passed to the template.
+    """
+
+    parts: bool = False
+    variables: dict[str, Any] = {}
 
 
 class EmbeddingCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -16,7 +29,9 @@ class EmbeddingCard(msgspec.Struct, frozen=True, kw_only=True):
 
     `matryoshka` lists the widths that the checkpoint says it was trained for (empty: it says
     nothing). `prompts` are text prefixes by name; `default_prompt_name` is the one that applies
-    when a request names none.
+    when a request names none. `chat` is given where texts, and with them prompts, pass through the
+    chat template; prompts are pooled there. `quantizer` says how codes of whole numbers are made,
+    see `rose.models.output`.
     """
 
     dimensions: int
@@ -26,6 +41,46 @@ class EmbeddingCard(msgspec.Struct, frozen=True, kw_only=True):
     prompts: dict[str, str] = {}
     default_prompt_name: str | None = None
     pools_prompt: bool = True
+    chat: ChatTexts | None = None
+    quantizer: Literal["scale", "tanh"] = "scale"
+
+
+class PairTemplate(msgspec.Struct, frozen=True, kw_only=True):
+    """How a query and a document become one text, in three pieces.
+
+    `body` is a `str.format` template with the fields `instruction`, `query` and `document`. The
+    pieces are tokenised one by one without special tokens and joined; only the body may be cut.
+    `instruction` is the default.
+    """
+
+    prefix: str
+    body: str
+    suffix: str
+    instruction: str
+
+
+class ScoringCard(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts of a model that scores texts, or pairs of a query and a document.
+
+    The engine answers with raw scores, one per label; `activation` (a name of
+    `rose.models.output.ACTIVATIONS`) makes answers of them, `probabilities` probabilities of the
+    labels. A "yes_no" model is a language model with one label.
+
+    A pair is tokenised by `template` if there is one, else through the chat template if `chat` is
+    given, else by the tokenizer's own template for pairs, where `segment_ids` says whether the
+    model wants to know which token is of which text. `prompts` go before the query (with `chat`:
+    into a message).
+    """
+
+    kind: Literal["cross_encoder", "yes_no"]
+    labels: tuple[str, ...]
+    activation: str
+    probabilities: Literal["sigmoid", "softmax"]
+    segment_ids: bool = False
+    template: PairTemplate | None = None
+    chat: ChatTexts | None = None
+    prompts: dict[str, str] = {}
+    default_prompt_name: str | None = None
 
 
 class TokenizerCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,3 +136,4 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: TokenizerCard
     embedding: EmbeddingCard | None = None
     generation: GenerationCard | None = None
+    scoring: ScoringCard | None = None

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from rose.kernels.activation import gated
 from rose.kernels.attention.base import AttentionSpec
 from rose.kernels.rope import apply_rope
-from rose.models.layers import Embedding, Linear, PackedLinear, RMSNorm, known_activation
+from rose.models.layers import Embedding, GatedLinear, Linear, PackedLinear, RMSNorm
 from rose.models.rotary import RotaryEmbedding
 
 if TYPE_CHECKING:
@@ -136,11 +135,10 @@ class GatedMLP(nn.Module):
         """Declare the three projections, gate and up as one."""
         super().__init__()
         size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.activation = known_activation(config.activation)
-        packed = [f"{name}.gate_proj", f"{name}.up_proj"]
-        self.gate_up = PackedLinear(packed, size, [inner, inner], bias=bias)
+        packed, activation = (f"{name}.gate_proj", f"{name}.up_proj"), config.activation
+        self.gate_up = GatedLinear(*packed, size, inner, bias=bias, activation=activation)
         self.down = Linear(f"{name}.down_proj", inner, size, bias=bias)
 
     def forward(self, x_TC: Tensor) -> Tensor:
         """Return [T, C]."""
-        return self.down(gated(self.gate_up(x_TC), self.activation))
+        return self.down(self.gate_up(x_TC))

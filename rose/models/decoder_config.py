@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from rose.models.architecture import Architecture
+from rose.models.classifier_config import last_token_head
 from rose.models.config import ConfigReader
 from rose.models.errors import CheckpointError
 from rose.models.rope import RopeConfig, RopeFacts, read_ropes
@@ -47,6 +48,17 @@ class DecoderConfig:
     def learned_positions(self) -> bool:
         """Rotary positions have no table."""
         return False
+
+    @property
+    def segments(self) -> int:
+        """Decoders have none."""
+        return 0
+
+    @property
+    def cached_positions(self) -> int | None:
+        """Tokens up to which keys can be kept: the least of all layers."""
+        limits = [rope.fixed_positions for rope in self.ropes.values()]
+        return min((limit for limit in limits if limit is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +202,7 @@ def _architecture(family: Family) -> Architecture:
         backbone="rose.models.decoder:DecoderModel",
         ignored=_IGNORED,
         lm_head=True,
+        classifier=last_token_head,
     )
 
 

@@ -41,6 +41,20 @@ class LayerNames:
     mlp_norm: str
 
 
+def bert_names(index: int) -> LayerNames:
+    """Name the tensors of a layer as BERT and RoBERTa do."""
+    layer = f"encoder.layer.{index}"
+    attention = f"{layer}.attention"
+    return LayerNames(
+        qkv=(f"{attention}.self.query", f"{attention}.self.key", f"{attention}.self.value"),
+        output=f"{attention}.output.dense",
+        attention_norm=f"{attention}.output.LayerNorm",
+        up=(f"{layer}.intermediate.dense",),
+        down=f"{layer}.output.dense",
+        mlp_norm=f"{layer}.output.LayerNorm",
+    )
+
+
 class Encoder(nn.Module):
     """A stack of layers; what a member adds are its embeddings."""
 
@@ -180,7 +194,7 @@ class WordEmbeddings(nn.Module):
             self.positions = Embedding("embeddings.position_embeddings", rows, size)
         self.norm = LayerNorm(norm, size, config.norm_eps)
 
-    def forward(self, ids_T: Tensor, rows_T: Tensor, types_T: Tensor | None) -> Tensor:
+    def forward(self, ids_T: Tensor, rows_T: Tensor, types_T: Tensor | None = None) -> Tensor:
         """Return [T, C].
 
         Args:

@@ -1,6 +1,6 @@
 """Facts of the BERT family: encoders whose norms follow each sum. Free of torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rose.models.errors import CheckpointError
@@ -52,6 +52,16 @@ class EncoderConfig:
         """Whether positions are rows of a table."""
         return self.rope is None
 
+    @property
+    def segments(self) -> int:
+        """Kinds of segments."""
+        return self.type_vocab_size
+
+    @property
+    def cached_positions(self) -> int | None:
+        """No keys are kept."""
+        return None
+
 
 def read_encoder_config(
     reader: "ConfigReader",
@@ -97,6 +107,21 @@ def head_size(reader: "ConfigReader", hidden: int, heads: int) -> int:
             f"{reader.file}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}"
         )
     return hidden // heads
+
+
+def leave_out_padding(config: EncoderConfig, reader: "ConfigReader", pad_id: int) -> EncoderConfig:
+    """Let positions begin behind the row of the pad token.
+
+    Raises:
+        CheckpointError: that leaves no position.
+    """
+    usable = config.stated_positions - pad_id - 1
+    if pad_id < 0 or usable < 1:
+        raise CheckpointError(
+            f"{reader.file}: pad_token_id {pad_id} leaves none of the {config.stated_positions} "
+            "positions of max_position_embeddings"
+        )
+    return replace(config, max_positions=usable)
 
 
 def _refuse_variants(reader: "ConfigReader") -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rose.kernels import norm
 from rose.kernels.activation import ACTIVATIONS
+from rose.kernels.linear import LinearOp, TorchLinear, make_linear
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,11 +43,6 @@ class WeightedModule(nn.Module):
         self.register_parameter(attribute, nn.Parameter(empty, requires_grad=False))
         self.slots[attribute] = parts
 
-    def share(self, weight: Tensor) -> None:
-        """Use another module's weight instead of one of its own."""
-        del self.slots["weight"]
-        self.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
-
 
 def known_activation(name: str) -> str:
     """Return `name` if there is such an activation: a wrong one must not wait for a request.
@@ -58,38 +54,29 @@ def known_activation(name: str) -> str:
     return name
 
 
-class Linear(WeightedModule):
-    """x W^T + b, filled from `name`.weight and `name`.bias."""
+class Projection(WeightedModule):
+    """act(x W^T + b), or act(gate) * up.
 
-    weight: Tensor
-    bias: Tensor | None
-
-    def __init__(self, name: str, inputs: int, outputs: int, *, bias: bool) -> None:
-        """Declare the weight [outputs, inputs] and, if asked, the bias [outputs]."""
-        super().__init__()
-        self.declare("weight", Part(f"{name}.weight", (outputs, inputs)))
-        if bias:
-            self.declare("bias", Part(f"{name}.bias", (outputs,)))
-        else:
-            self.register_parameter("bias", None)
-
-    def forward(self, x_TI: Tensor) -> Tensor:
-        """Return [T, O]."""
-        return F.linear(x_TI, self.weight, self.bias)
-
-
-class PackedLinear(WeightedModule):
-    """Several projections of the same input as one matrix product (qkv, gate and up)."""
+    Once it is prepared `op` computes it, and `weight` is None.
+    """
 
     weight: Tensor
     bias: Tensor | None
 
     def __init__(
-        self, names: "Sequence[str]", inputs: int, outputs: "Sequence[int]", *, bias: bool
+        self,
+        names: "Sequence[str]",
+        inputs: int,
+        outputs: "Sequence[int]",
+        *,
+        bias: bool,
+        activation: str = "identity",
+        gated: bool = False,
     ) -> None:
         """Declare one weight that is packed from the projections `names`, in this order."""
         super().__init__()
-        self.outputs = tuple(outputs)
+        self.activation, self.gated = known_activation(activation), gated
+        self.op: LinearOp | None = None
         pairs = list(zip(names, outputs, strict=True))
         self.declare("weight", *(Part(f"{name}.weight", (size, inputs)) for name, size in pairs))
         if bias:
@@ -98,16 +85,66 @@ class PackedLinear(WeightedModule):
             self.register_parameter("bias", None)
 
     def forward(self, x_TI: Tensor) -> Tensor:
-        """Return [T, sum of outputs]."""
-        return F.linear(x_TI, self.weight, self.bias)
+        """Return [T, O]."""
+        if self.op is not None:
+            return self.op(x_TI)
+        return TorchLinear(self.weight, self.bias, self.activation, self.gated)(x_TI)
+
+    def share(self, weight: Tensor) -> None:
+        """Use another module's weight instead of one of its own."""
+        del self.slots["weight"]
+        self.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
+
+    def prepare(self) -> LinearOp:
+        """Hand the weight over to `op`, which may hold it in another form, so there is one copy."""
+        op = make_linear(self.weight, self.bias, activation=self.activation, gated=self.gated)
+        self.op = op
+        self.register_parameter("weight", None)
+        return op
+
+
+class Linear(Projection):
+    """A projection, filled from `name`.weight and `name`.bias."""
+
+    def __init__(
+        self, name: str, inputs: int, outputs: int, *, bias: bool, activation: str = "identity"
+    ) -> None:
+        """Declare the weight [outputs, inputs] and, if asked, the bias [outputs]."""
+        super().__init__([name], inputs, [outputs], bias=bias, activation=activation)
+
+
+class PackedLinear(Projection):
+    """Several projections of the same input as one matrix product (qkv)."""
+
+    def __init__(
+        self, names: "Sequence[str]", inputs: int, outputs: "Sequence[int]", *, bias: bool
+    ) -> None:
+        """Declare the weight [sum of outputs, inputs] and, if asked, the bias."""
+        super().__init__(names, inputs, outputs, bias=bias)
+        self.outputs = tuple(outputs)
 
     def split(self, x_TI: Tensor) -> tuple[Tensor, ...]:
         """Return each projection's [T, O] as a view."""
         return self(x_TI).split(self.outputs, dim=-1)
 
 
+class GatedLinear(Projection):
+    """act(gate(x)) * up(x), with gate and up as one matrix product."""
+
+    def __init__(
+        self, gate: str, up: str, inputs: int, outputs: int, *, bias: bool, activation: str
+    ) -> None:
+        """Declare the weight [2 outputs, inputs] and, if asked, the bias [2 outputs]."""
+        super().__init__(
+            [gate, up], inputs, [outputs] * 2, bias=bias, activation=activation, gated=True
+        )
+
+
 class Embedding(WeightedModule):
-    """A table of vectors, filled from `name`.weight."""
+    """A table of vectors, filled from `name`.weight.
+
+    Once it is tied to a prepared projection `op` looks rows up, and `weight` is None.
+    """
 
     weight: Tensor
 
@@ -115,10 +152,18 @@ class Embedding(WeightedModule):
         """Declare the table [rows, channels]."""
         super().__init__()
         self.declare("weight", Part(f"{name}.weight", (rows, channels)))
+        self.op: LinearOp | None = None
 
     def forward(self, ids_T: Tensor) -> Tensor:
         """Return the rows of `ids_T`: [T, C]."""
+        if self.op is not None:
+            return self.op.rows(ids_T)
         return F.embedding(ids_T, self.weight)
+
+    def share(self, op: LinearOp) -> None:
+        """Look rows up in the weight of a prepared projection."""
+        self.op = op
+        self.register_parameter("weight", None)
 
 
 class LayerNorm(WeightedModule):
@@ -164,3 +209,17 @@ class RMSNorm(WeightedModule):
     def add(self, x_TC: Tensor, residual_TC: Tensor) -> tuple[Tensor, Tensor]:
         """Return the normed sum of both, and the sum: the next residual."""
         return norm.add_rms_norm(x_TC, residual_TC, self.weight, self.eps)
+
+
+def prepare(model: nn.Module) -> None:
+    """Bring the weights of all projections into the form that the device computes fastest with."""
+    ops: dict[int, LinearOp] = {}
+    for module in model.modules():
+        if isinstance(module, Projection) and module.op is None:
+            address = module.weight.data_ptr()
+            ops[address] = module.prepare()
+    for module in model.modules():
+        if isinstance(module, Embedding) and module.op is None:
+            tied = ops.get(module.weight.data_ptr())
+            if tied is not None:
+                module.share(tied)

@@ -5,65 +5,17 @@ Transformer module's settings if it is a number, else the smaller of the tokeniz
 `model_max_length` and the position table. A truncation baked into tokenizer.json has no say.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from rose.models.architecture import ModelConfig
 from rose.models.config import CONFIG_FILE, CheckpointFolder, Setting
 from rose.models.errors import CheckpointError
-from rose.models.recipe import TRANSFORMER_CONFIGS
+from rose.models.transformer_module import transformer_settings
 
 # transformers writes 1e30 for "no limit"; whatever is above this is no limit either.
 _NO_LIMIT = 10**12
 
 
-def transformer_settings(folder: CheckpointFolder) -> tuple[dict[str, Any], str]:
-    """Return the Transformer module's settings and the file they are from."""
-    for name in TRANSFORMER_CONFIGS:
-        settings = folder.json(name)
-        if settings:
-            return settings, name
-    return {}, TRANSFORMER_CONFIGS[0]
-
-
-def check_transformer_settings(settings: Mapping[str, Any], file: str) -> list[str]:
-    """Refuse what would change the input or the output of the backbone; return warnings.
-
-    Raises:
-        CheckpointError: a setting that ROSE does not follow.
-    """
-    task = settings.get("transformer_task") or "feature-extraction"
-    if task != "feature-extraction":
-        raise CheckpointError(f"{file}: transformer_task: {task!r} is not supported")
-    output = settings.get("module_output_name") or "token_embeddings"
-    if output != "token_embeddings":
-        raise CheckpointError(f"{file}: module_output_name: {output!r} is not supported")
-    _check_modalities(settings.get("modality_config"), file)
-    for key in ("query_length", "document_length", "query_expansion"):
-        if settings.get(key) is not None:
-            raise CheckpointError(f"{file}: {key}: multi-vector models are not supported")
-    unread = [key for key in ("processing_kwargs", "tokenizer_name_or_path") if settings.get(key)]
-    return [f"{file}: {key} is not used" for key in unread]
-
-
-def _check_modalities(modalities: object, file: str) -> None:
-    if modalities is None:
-        return
-    where = f"{file}: modality_config"
-    if not isinstance(modalities, dict) or not isinstance(modalities.get("text"), dict):
-        raise CheckpointError(f"{where}: an entry for text is expected, found {modalities!r}")
-    if "message" in modalities:
-        raise CheckpointError(
-            f"{where}: texts of this model pass through its chat template, which is not supported "
-            "for embeddings; without the entry 'message' they are embedded as they are"
-        )
-    output = modalities["text"].get("method_output_name", "last_hidden_state")
-    if modalities["text"].get("method", "forward") != "forward" or output != "last_hidden_state":
-        raise CheckpointError(f"{where}: text: {modalities['text']} is not supported")
-
-
 def max_length(
-    folder: CheckpointFolder, config: ModelConfig, option: int | None, *, embeds: bool
+    folder: CheckpointFolder, config: ModelConfig, option: int | None, tasks: tuple[str, ...]
 ) -> tuple[Setting, list[str]]:
     """Choose the maximum length, with its source and any warnings.
 
@@ -71,13 +23,15 @@ def max_length(
         folder: the folder of the backbone.
         config: the architecture's config.
         option: `--max-model-len`.
-        embeds: whether the settings of sentence-transformers and of the tokenizer apply; a
-            language model is limited by its positions alone.
+        tasks: what the model is served for. A model that only generates is limited by its positions
+            alone, others by the settings of sentence-transformers and of the tokenizer too.
 
     Raises:
-        CheckpointError: a limit in a file is malformed.
+        CheckpointError: a limit in a file is malformed, or the option asks for the impossible.
     """
-    setting = _wanted(folder, config, option, embeds=embeds)
+    setting = _wanted(folder, config, option, embeds=tasks != ("generate",))
+    if "generate" in tasks and config.cached_positions is not None:
+        return _cacheable(setting, config.cached_positions, option)
     if setting.value <= config.max_positions:
         return setting, []
     if not config.learned_positions:
@@ -92,6 +46,23 @@ def max_length(
         f"max_model_len {setting.value} ({setting.source}) is more than the position table "
         f"holds: {config.max_positions} it is"
     ]
+
+
+def _cacheable(setting: Setting, most: int, option: int | None) -> tuple[Setting, list[str]]:
+    """Keep to lengths at which the keys of a sequence stay as they are.
+
+    Raises:
+        CheckpointError: the option asks for more.
+    """
+    if setting.value <= most:
+        return setting, []
+    why = (
+        f"the rotation of keys changes when a sequence grows beyond {most} tokens, so text can be "
+        "generated up to there"
+    )
+    if option is not None:
+        raise CheckpointError(f"max_model_len {option} ({setting.source}): {why}")
+    return Setting(setting.name, most, "rope"), [f"max_model_len is {most}: {why}"]
 
 
 def _wanted(

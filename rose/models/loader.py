@@ -11,11 +11,13 @@ import torch
 
 from rose.kernels.registry import UnknownNameError
 from rose.models.card import EmbeddingCard, ModelCard
+from rose.models.classifier import Classifier, SequenceClassifier, YesNoClassifier
 from rose.models.config import Setting
 from rose.models.embedding import EmbeddingModel
 from rose.models.errors import CheckpointError
 from rose.models.generation import read_generation_card
 from rose.models.heads import EMBEDDING, CausalLM, head_tensor, share_stored_embedding
+from rose.models.layers import Part
 from rose.models.modules import Pooler, build_modules
 from rose.models.plan import NO_HEAD, Plan, fingerprint, give_up_generation, plan_checkpoint
 from rose.models.tensors import open_tensors
@@ -41,14 +43,15 @@ class LoadedModel:
     """A checkpoint in memory.
 
     `embedding` is None where the model is not loaded to embed, `lm` where it is not loaded to
-    generate; both share the backbone. `dtype` is that of the weights and
-    of the hidden states. `settings` and `warnings` say what was read, from where, and what a user
-    should know. `tokenizer_json` can be used as it is.
+    generate, `classifier` where it is not loaded to score or classify; all share the backbone.
+    `dtype` is that of the weights and of the hidden states. `settings` and `warnings` say what was
+    read, from where, and what a user should know. `tokenizer_json` can be used as it is.
     """
 
     backbone: "Backbone"
     embedding: EmbeddingModel | None
     lm: CausalLM | None
+    classifier: Classifier | None
     card: ModelCard
     dtype: torch.dtype
     device: torch.device
@@ -95,11 +98,13 @@ def load(
     module.to(device=place)  # buffers: parameters are there already
     backbone = cast("Backbone", module)
     lm = _causal_lm(plan, backbone, named, chosen, place)
-    named.check_used(plan.architecture.ignored)
+    classifier = _classifier(plan, backbone, named, place)
+    named.check_used((*plan.architecture.ignored, *plan.unused_head))
     return LoadedModel(
         backbone=backbone,
         embedding=_embedding(plan, plan.recipe, backbone, place) if plan.recipe else None,
         lm=lm,
+        classifier=classifier,
         card=_card(plan, chosen, name),
         dtype=chosen,
         device=place,
@@ -162,6 +167,33 @@ def _causal_lm(
     return lm.eval()
 
 
+def _classifier(
+    plan: Plan, backbone: "Backbone", named: NamedTensors, device: torch.device
+) -> Classifier | None:
+    """Make the head that scores, in float32."""
+    scoring = plan.scoring
+    if scoring is None:
+        return None
+    if scoring.head is None:
+        return _yes_no(plan, backbone, named, device)
+    model = SequenceClassifier(backbone, scoring.head, len(scoring.card.labels))
+    fill(model.head, named, torch.float32, device)
+    return cast("Classifier", model.eval())
+
+
+def _yes_no(
+    plan: Plan, backbone: "Backbone", named: NamedTensors, device: torch.device
+) -> Classifier:
+    """Take the rows of the LM head that belong to "yes" and "no"."""
+    assert plan.scoring is not None
+    source, _ = head_tensor(named, tied=plan.tie_embeddings)
+    if source is None:
+        raise CheckpointError(NO_HEAD)
+    whole = named.get(Part(source, (backbone.vocab_size, backbone.hidden_size)))
+    weight = whole[list(plan.scoring.token_ids)].to(device, torch.float32)
+    return cast("Classifier", YesNoClassifier(backbone, weight, None).eval())
+
+
 def _embedding(
     plan: Plan, recipe: "Recipe", backbone: "Backbone", device: torch.device
 ) -> EmbeddingModel:
@@ -186,6 +218,7 @@ def _card(plan: Plan, dtype: torch.dtype, name: str | None) -> ModelCard:
         tokenizer=read_tokenizer_card(plan.core, lowercase=plan.lowercase),
         embedding=_embedding_card(plan, plan.recipe) if plan.recipe else None,
         generation=read_generation_card(plan.core) if "generate" in plan.tasks else None,
+        scoring=plan.scoring.card if plan.scoring else None,
     )
 
 
@@ -197,7 +230,8 @@ def _embedding_card(plan: Plan, recipe: "Recipe") -> EmbeddingCard:
         matryoshka=recipe.matryoshka,
         prompts=recipe.prompts,
         default_prompt_name=recipe.default_prompt_name,
-        pools_prompt=recipe.pooling.include_prompt,
+        pools_prompt=recipe.pooling.include_prompt or plan.chat is not None,
+        chat=plan.chat,
     )
 
 

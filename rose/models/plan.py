@@ -7,18 +7,20 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from rose.models.architecture import Architecture, ModelConfig
-from rose.models.card import Task
+from rose.models.card import ChatTexts, Task
 from rose.models.config import CONFIG_FILE, CheckpointFolder, ConfigReader, Setting
 from rose.models.errors import CheckpointError
-from rose.models.limits import check_transformer_settings, max_length, transformer_settings
-from rose.models.recipe import Recipe, read_modules, read_recipe, transformer_path
+from rose.models.limits import max_length
+from rose.models.recipe import Recipe, read_recipe, transformer_path
 from rose.models.registry import ARCHITECTURES
+from rose.models.scoring import Scoring, read_classifier, read_yes_no
+from rose.models.tasks import choose_tasks, is_classifier
+from rose.models.transformer_module import EMBED, read_transformer_module, transformer_settings
 from rose.models.weight_files import WeightFiles, find_weight_files, tensor_names
 
-TASKS: tuple[str, ...] = get_args(Task)
 NO_HEAD = (
     "tensor 'lm_head.weight' is missing and tie_word_embeddings is not true, so there is no LM "
     "head (the task embed needs none)"
@@ -31,7 +33,9 @@ class Plan:
     """The facts of a checkpoint and the settings that they lead to.
 
     `folder` is the model's folder, `core` the one of its backbone (the same, but in the oldest
-    checkpoints of sentence-transformers). `recipe` is None where the model cannot embed.
+    checkpoints of sentence-transformers). `recipe` and `chat` are for models that embed, `scoring`
+    for those that score. `unused_head` are patterns of a classification head's tensors where the
+    model does not score.
     """
 
     folder: CheckpointFolder
@@ -45,8 +49,11 @@ class Plan:
     tie_embeddings: bool
     lowercase: bool
     files: WeightFiles
+    chat: ChatTexts | None = None
+    scoring: Scoring | None = None
     settings: list[Setting] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    unused_head: tuple[str, ...] = ()
 
 
 def plan_checkpoint(
@@ -73,8 +80,8 @@ def plan_checkpoint(
     reader = _config_reader(core, bidirectional)
     architecture = _architecture(reader)
     config = architecture.read_config(reader)
-    chosen = _choose_tasks(folder, reader, architecture, config, tasks)
-    limit, warnings = max_length(core, config, max_model_len, embeds="embed" in chosen)
+    chosen, tasks_source = choose_tasks(folder, reader, architecture, config, tasks)
+    limit, warnings = max_length(core, config, max_model_len, chosen)
     plan = Plan(
         folder=folder,
         core=core,
@@ -89,7 +96,7 @@ def plan_checkpoint(
         files=find_weight_files(core),
         settings=[
             Setting("architecture", architecture.name, f"{CONFIG_FILE}: model_type"),
-            Setting("tasks", chosen, "option --task" if tasks else _tasks_source(folder)),
+            Setting("tasks", chosen, tasks_source),
             limit,
             *reader.settings,
         ],
@@ -97,6 +104,10 @@ def plan_checkpoint(
     )
     if "embed" in chosen:
         _add_recipe(plan)
+    if {"score", "classify"} & set(chosen):
+        _add_scoring(plan, reader)
+    elif architecture.classifier is not None:
+        plan.unused_head = architecture.classifier(reader).tensors
     if "generate" in chosen and _lacks_head(plan):
         give_up_generation(plan, NO_HEAD)
     return plan
@@ -105,12 +116,26 @@ def plan_checkpoint(
 def _add_recipe(plan: Plan) -> None:
     """Add what sentence-transformers' files say."""
     settings, file = transformer_settings(plan.core)
-    warnings = check_transformer_settings(settings, str(plan.core.path / file))
+    module = read_transformer_module(plan.core, EMBED)
     recipe = plan.recipe = read_recipe(plan.folder, causal=plan.config.causal)
     reader = ConfigReader(settings, str(plan.core.path / file), "sentence-transformers", file)
     plan.lowercase = reader.get("do_lower_case", False, bool)
+    plan.chat = module.chat
+    if module.chat:
+        plan.settings.append(Setting("texts", "through the chat template", file))
     plan.settings += [*reader.settings, *recipe.settings]
-    plan.warnings += [*warnings, *recipe.warnings]
+    plan.warnings += [*module.warnings, *recipe.warnings]
+
+
+def _add_scoring(plan: Plan, reader: ConfigReader) -> None:
+    """Add what is known of scores."""
+    if is_classifier(reader):
+        scoring = read_classifier(plan.core, reader, plan.architecture, plan.config)
+    else:
+        scoring = read_yes_no(plan.core, reader, plan.config.vocab_size)
+    plan.scoring = scoring
+    plan.settings += scoring.settings
+    plan.warnings += scoring.warnings
 
 
 def _ties_embeddings(reader: ConfigReader, architecture: Architecture) -> bool:
@@ -174,41 +199,6 @@ def _architecture(reader: ConfigReader) -> Architecture:
         )
     reader.architecture = model_type
     return ARCHITECTURES.load(model_type)
-
-
-def _tasks_source(folder: CheckpointFolder) -> str:
-    return "modules.json" if read_modules(folder) is not None else f"{CONFIG_FILE}: architectures"
-
-
-def _choose_tasks(
-    folder: CheckpointFolder,
-    reader: ConfigReader,
-    architecture: Architecture,
-    config: ModelConfig,
-    wanted: "tuple[str, ...] | None",
-) -> tuple[Task, ...]:
-    can_generate = architecture.lm_head and config.causal
-    possible: tuple[Task, ...] = ("embed", "generate") if can_generate else ("embed",)
-    if wanted:
-        return _check_tasks(wanted, possible, architecture)
-    names = reader.values.get("architectures") or []
-    is_lm = can_generate and any(str(name).endswith("ForCausalLM") for name in names)
-    if read_modules(folder) is not None:
-        return possible if is_lm else ("embed",)
-    return ("generate",) if is_lm else ("embed",)
-
-
-def _check_tasks(
-    wanted: tuple[str, ...], possible: tuple[Task, ...], architecture: Architecture
-) -> tuple[Task, ...]:
-    for task in wanted:
-        if task not in TASKS:
-            raise CheckpointError(f"task {task!r} is unknown. Known: {', '.join(TASKS)}.")
-        if task not in possible:
-            raise CheckpointError(
-                f"this {architecture.name} checkpoint cannot {task}, only {', '.join(possible)}"
-            )
-    return tuple(task for task in possible if task in wanted)
 
 
 def fingerprint(plan: Plan, options: dict[str, Any]) -> str:

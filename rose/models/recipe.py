@@ -22,17 +22,12 @@ from rose.models.recipe_modules import (
 )
 
 SENTENCE_CONFIG = "config_sentence_transformers.json"
-# The Transformer module's settings; older releases named the file after the architecture.
-TRANSFORMER_CONFIGS = tuple(
-    f"sentence_{name}_config.json"
-    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
-)
 _READERS: dict[str, Callable[[CheckpointFolder, str], VectorModule]] = {
     "Dense": read_dense,
     "LayerNorm": read_layer_norm,
     "Normalize": read_normalize,
 }
-_KNOWN = ("Transformer", "Pooling", *_READERS, "Dropout")
+_KNOWN = ("Transformer", "Pooling", *_READERS, "Dropout", "LogitScore")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,18 +166,30 @@ def _check_order(folder: CheckpointFolder, entries: list[ModuleEntry]) -> None:
         )
 
 
-def _add_sentence_config(folder: CheckpointFolder, recipe: Recipe) -> Recipe:
+def read_prompts(folder: CheckpointFolder) -> tuple[dict[str, str], str | None]:
+    """Return the prompts by name, and the name of the one that applies by default.
+
+    Raises:
+        CheckpointError: a setting is malformed.
+    """
     config = folder.json(SENTENCE_CONFIG) or {}
     where = str(folder.path / SENTENCE_CONFIG)
-    model_type = config.get("model_type")
-    if model_type not in (None, "SentenceTransformer"):
-        raise CheckpointError(f"{where}: model_type: {model_type!r} is not supported")
     prompts = _prompts(config, where)
     default = config.get("default_prompt_name")
     if default is not None and default not in prompts:
         raise CheckpointError(
             f"{where}: default_prompt_name: {default!r} is not among the prompts {sorted(prompts)}"
         )
+    return prompts, default
+
+
+def _add_sentence_config(folder: CheckpointFolder, recipe: Recipe) -> Recipe:
+    config = folder.json(SENTENCE_CONFIG) or {}
+    where = str(folder.path / SENTENCE_CONFIG)
+    model_type = config.get("model_type")
+    if model_type not in (None, "SentenceTransformer"):
+        raise CheckpointError(f"{where}: model_type: {model_type!r} does not embed")
+    prompts, default = read_prompts(folder)
     truncate = _width(config.get("truncate_dim"), f"{where}: truncate_dim")
     found = [
         Setting(name, value, SENTENCE_CONFIG)

@@ -25,8 +25,8 @@ _OLD_FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# Classes of torch.nn that a Dense module may name -> ROSE's activations.
-DENSE_ACTIVATIONS = {
+# Classes of torch.nn that a checkpoint may name -> ROSE's activations.
+TORCH_ACTIVATIONS = {
     "GELU": "gelu",
     "Identity": "identity",
     "ReLU": "relu",
@@ -144,21 +144,25 @@ def read_dense(folder: CheckpointFolder, path: str) -> DenseModule:
         _required_size(reader, "in_features"),
         _required_size(reader, "out_features"),
         reader.get("bias", True, bool),
-        _activation(reader),
+        torch_activation(
+            reader.get("activation_function", "torch.nn.modules.activation.Tanh", str),
+            reader.where("activation_function"),
+        ),
         reader.get("use_residual", False, bool),
     )
 
 
-def _activation(reader: ConfigReader) -> str:
-    name = reader.get("activation_function", "torch.nn.modules.activation.Tanh", str)
-    module, _, kind = name.rpartition(".")
-    if not module.startswith("torch.nn") or kind not in DENSE_ACTIVATIONS:
-        known = json.dumps(list(DENSE_ACTIVATIONS))
-        raise CheckpointError(
-            f"{reader.file}: activation_function: {name!r} is not supported. Known of torch.nn: "
-            f"{known}."
-        )
-    return DENSE_ACTIVATIONS[kind]
+def torch_activation(name: object, where: str) -> str:
+    """Return ROSE's name of an activation that is given as the path of a class of torch.nn.
+
+    Raises:
+        CheckpointError: it is another class.
+    """
+    module, _, kind = name.rpartition(".") if isinstance(name, str) else ("", "", "")
+    if not module.startswith("torch.nn") or kind not in TORCH_ACTIVATIONS:
+        known = json.dumps(list(TORCH_ACTIVATIONS))
+        raise CheckpointError(f"{where}: {name!r} is not supported. Known of torch.nn: {known}.")
+    return TORCH_ACTIVATIONS[kind]
 
 
 def _required_size(reader: ConfigReader, key: str) -> int:

@@ -7,8 +7,12 @@ ARCHITECTURES: Registry[Architecture] = Registry(
     "architecture (model_type)",
     {
         "bert": "rose.models.bert_config:BERT",
+        "distilbert": "rose.models.distilbert_config:DISTILBERT",
         "llama": "rose.models.decoder_config:LLAMA",
+        "mpnet": "rose.models.mpnet_config:MPNET",
         "qwen2": "rose.models.decoder_config:QWEN2",
         "qwen3": "rose.models.decoder_config:QWEN3",
+        "roberta": "rose.models.roberta_config:ROBERTA",
+        "xlm-roberta": "rose.models.roberta_config:XLM_ROBERTA",
     },
 )

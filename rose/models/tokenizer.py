@@ -18,7 +18,13 @@ TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 _TEMPLATE_FILE = "chat_template.jinja"
 _TEMPLATE_FOLDER = "additional_chat_templates"
-_BERT_CLASSES = ("BertTokenizer", "BertTokenizerFast")
+# Classes that apply tokenizer_config.json's options to the normaliser, and the architectures whose
+# tokenizer is one of them where tokenizer_config.json names none.
+_BERT_CLASSES = tuple(
+    f"{name}Tokenizer{fast}" for name in ("Bert", "DistilBert", "MPNet") for fast in ("", "Fast")
+)
+_SEGMENT_CLASSES = ("BertTokenizer", "BertTokenizerFast")
+_BERT_LIKE = ("bert", "distilbert", "nomic_bert")
 _SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
@@ -52,8 +58,7 @@ def _load_tokenizer(folder: CheckpointFolder) -> Tokenizer:
 def _apply_bert_options(tokenizer: Tokenizer, folder: CheckpointFolder) -> None:
     """Let tokenizer_config.json win over tokenizer.json, as BERT's tokenizer class does."""
     config = folder.json(TOKENIZER_CONFIG) or {}
-    model_type = (folder.json("config.json") or {}).get("model_type")
-    kind = config.get("tokenizer_class") or ("BertTokenizer" if model_type == "bert" else None)
+    kind = _tokenizer_class(folder)
     normalizer = tokenizer.normalizer
     if kind not in _BERT_CLASSES or not isinstance(normalizer, BertNormalizer):
         return
@@ -65,11 +70,30 @@ def _apply_bert_options(tokenizer: Tokenizer, folder: CheckpointFolder) -> None:
     )
 
 
+def _tokenizer_class(folder: CheckpointFolder) -> str | None:
+    """Name the class of `transformers` that would load the tokenizer, as far as it matters."""
+    stated = (folder.json(TOKENIZER_CONFIG) or {}).get("tokenizer_class")
+    if isinstance(stated, str):
+        return stated
+    model_type = (folder.json("config.json") or {}).get("model_type")
+    if model_type == "mpnet":
+        return "MPNetTokenizer"
+    return "BertTokenizer" if model_type in _BERT_LIKE else None
+
+
+def gives_segment_ids(folder: CheckpointFolder) -> bool:
+    """Say whether the tokenizer tells which token of a pair is of which text."""
+    names = (folder.json(TOKENIZER_CONFIG) or {}).get("model_input_names")
+    if isinstance(names, list):
+        return "token_type_ids" in names
+    return _tokenizer_class(folder) in _SEGMENT_CLASSES
+
+
 def _build_tokenizer(folder: CheckpointFolder) -> Tokenizer:
     """Build BERT's tokenizer from its vocabulary, for checkpoints from before tokenizer.json."""
     config = folder.json(TOKENIZER_CONFIG) or {}
     model_type = (folder.json("config.json") or {}).get("model_type")
-    if not folder.exists("vocab.txt") or model_type != "bert":
+    if not folder.exists("vocab.txt") or model_type not in _BERT_LIKE:
         raise CheckpointError(
             f"{folder.path / TOKENIZER_FILE} is missing. "
             "`AutoTokenizer.from_pretrained(folder).save_pretrained(folder)` of transformers "

@@ -151,8 +151,8 @@ def test_masked_lm_checkpoints_embed(tmp_path):
 
 
 def test_unknown_tensors_are_refused_by_name(model_folder):
-    tiny.edit_tensors(model_folder, lambda t: t | {"classifier.weight": torch.ones(2, 32)})
-    with pytest.raises(CheckpointError, match=r"'classifier\.weight' of .*model\.safetensors"):
+    tiny.edit_tensors(model_folder, lambda t: t | {"adapter.weight": torch.ones(2, 32)})
+    with pytest.raises(CheckpointError, match=r"'adapter\.weight' of .*model\.safetensors"):
         load(model_folder)
 
 
