@@ -396,6 +396,9 @@ def test_answers_are_as_openapi_says(http):
         "/v1/embeddings": {"input": "a"},
         "/tokenize": {"prompt": "a"},
         "/detokenize": {"tokens": [5]},
+        "/embed": {"inputs": "a"},
+        "/similarity": {"inputs": {"source_sentence": "a", "sentences": ["red"]}},
+        "/decode": {"ids": [5]},
     }
     for operation in OF_EMBEDDERS:
         path = operation.path.replace("{model:path}", "stub")

@@ -66,6 +66,11 @@ class ApiError(Exception):
         if status in (429, 503):
             self.headers.setdefault("Retry-After", str(RETRY_AFTER_S))
 
+    def renamed(self, param: str) -> "ApiError":
+        """The same error, about a field that the route calls by another name."""
+        message = self.message.replace(f"'{self.param}'", f"'{param}'")
+        return ApiError(self.status, message, param=param, code=self.code, headers=self.headers)
+
     def response(self) -> Response:
         """The answer as the client sees it."""
         detail = {

@@ -53,17 +53,18 @@ def openapi(operations: Sequence[Operation], guarded: bool) -> dict[str, Any]:
     return document
 
 
-def _schemas(operations: Iterable[Operation]) -> tuple[dict[type, Any], dict[str, Any]]:
-    types: list[type] = [ErrorAnswer]
+def _schemas(operations: Iterable[Operation]) -> tuple[dict[Any, Any], dict[str, Any]]:
+    types: list[Any] = [ErrorAnswer]
     for operation in operations:
-        types += [t for t in (operation.body, operation.answer) if isinstance(t, type)]
+        types += [operation.body] if operation.body is not None else []
+        types += [operation.answer] if not isinstance(operation.answer, str) else []
     unique = list(dict.fromkeys(types))
     found, components = msgspec.json.schema_components(unique, ref_template=_REF)
     return dict(zip(unique, found, strict=True)), components
 
 
 def _entry(
-    operation: Operation, path: str, schemas: dict[type, Any], guarded: bool
+    operation: Operation, path: str, schemas: dict[Any, Any], guarded: bool
 ) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "operationId": _operation_id(operation, path),
@@ -88,7 +89,7 @@ def _entry(
 
 
 def _responses(
-    operation: Operation, schemas: dict[type, Any], guarded: bool
+    operation: Operation, schemas: dict[Any, Any], guarded: bool
 ) -> dict[str, dict[str, Any]]:
     answer = operation.answer
     content = (

@@ -92,7 +92,7 @@ class Operation:
         path: Starlette's form, such as "/v1/models/{name:path}".
         aliases: Other paths that do the same.
         body: Struct that the JSON body is decoded into; None: there is no body.
-        answer: Struct of a success, or the media type of one that is not JSON.
+        answer: Type of a success as msgspec reads it, or the media type of one that is not JSON.
         example: A body to try.
         statuses: Errors that the route can answer with.
         guarded: Whether it needs a key, where the server has keys.
@@ -103,7 +103,7 @@ class Operation:
     handler: Handler
     summary: str
     tag: str
-    answer: type[msgspec.Struct] | str
+    answer: type[msgspec.Struct] | type[list[Any]] | str
     description: str = ""
     aliases: tuple[str, ...] = ()
     body: type[msgspec.Struct] | None = None

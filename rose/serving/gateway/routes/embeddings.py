@@ -1,6 +1,8 @@
 """POST /v1/embeddings."""
 
 import time
+from dataclasses import dataclass
+from typing import Any
 
 from starlette.responses import Response
 
@@ -15,9 +17,44 @@ from rose.serving.gateway.schemas import EmbeddingAnswer, EmbeddingRequest
 ENCODE_IN_THREAD_NUMBERS = 1 << 16
 
 
+@dataclass(frozen=True)
+class Embedded:
+    """Vectors of a request, and what they were made from."""
+
+    model: ServedModel
+    work: Prepared
+    answer: EmbedAnswer
+
+    @property
+    def tokens(self) -> int:
+        """Tokens fed to the model."""
+        return sum(map(len, self.work.ids))
+
+
 async def embeddings(call: Call[EmbeddingRequest]) -> Response:
     """Embeds texts, token ids or a conversation."""
-    body, gateway = call.body, call.gateway
+    body = call.body
+    done = await embed(call, body)
+    usage = {"prompt_tokens": done.tokens, "total_tokens": done.tokens}
+    if done.work.truncated:
+        usage["truncated_tokens"] = done.work.truncated
+    as_base64 = body.encoding_format not in (None, "float")
+    arguments = (done.answer.vectors, as_base64, done.model.name, usage)
+    if done.answer.vectors.size > ENCODE_IN_THREAD_NUMBERS:
+        content = await call.in_thread(encode_answer, *arguments)
+    else:
+        content = encode_answer(*arguments)
+    return Response(content, media_type="application/json")
+
+
+async def embed(call: Call[Any], body: EmbeddingRequest) -> Embedded:
+    """Runs an embedding request, in whatever route it came.
+
+    Raises:
+        ApiError: The request is wrong, or its vectors are not finite.
+        EngineError: The engine failed.
+    """
+    gateway = call.gateway
     check_supported(body)
     model = gateway.table.choose(body.model, "embed")
     card = model.card
@@ -35,40 +72,19 @@ async def embeddings(call: Call[EmbeddingRequest]) -> Response:
         timeout_s=call.time_left_s(),
         trace=call.exchange.request_id,
     )
-    return await _respond(call, model, work, answer)
-
-
-async def _respond(
-    call: Call[EmbeddingRequest], model: ServedModel, work: Prepared, answer: EmbedAnswer
-) -> Response:
     check_finite(answer.vectors)
-    tokens = sum(map(len, work.ids))
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    if work.truncated:
-        usage["truncated_tokens"] = work.truncated
-    _count(call, model, work, answer, tokens)
-    as_base64 = call.body.encoding_format not in (None, "float")
-    arguments = (answer.vectors, as_base64, model.name, usage)
-    if answer.vectors.size > ENCODE_IN_THREAD_NUMBERS:
-        content = await call.in_thread(encode_answer, *arguments)
-    else:
-        content = encode_answer(*arguments)
-    return Response(content, media_type="application/json")
+    done = Embedded(model, work, answer)
+    _count(call, done)
+    return done
 
 
-def _count(
-    call: Call[EmbeddingRequest],
-    model: ServedModel,
-    work: Prepared,
-    answer: EmbedAnswer,
-    tokens: int,
-) -> None:
-    metrics = call.gateway.metrics
-    metrics.tokens.labels(model.name).inc(tokens)
-    metrics.truncated.labels(model.name).inc(work.truncated)
-    metrics.batch_size.labels(model.name).observe(len(work.ids))
-    metrics.queue_seconds.labels(model.name).observe(answer.queued_s)
-    metrics.compute_seconds.labels(model.name).observe(answer.computed_s)
+def _count(call: Call[Any], done: Embedded) -> None:
+    metrics, name = call.gateway.metrics, done.model.name
+    metrics.tokens.labels(name).inc(done.tokens)
+    metrics.truncated.labels(name).inc(done.work.truncated)
+    metrics.batch_size.labels(name).observe(len(done.work.ids))
+    metrics.queue_seconds.labels(name).observe(done.answer.queued_s)
+    metrics.compute_seconds.labels(name).observe(done.answer.computed_s)
 
 
 OPERATIONS = (
