@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from rose.kernels.attention import BACKENDS
 from rose.kernels.attention.base import AttentionBackend, AttentionSpec
 from rose.models.card import ModelCard
+from rose.models.layers import prepare
 from rose.models.loader import LoadedModel, load
 from rose.runtime.decode import DecodeRuntime
 from rose.runtime.embedding import EmbeddingRuntime
@@ -95,6 +96,9 @@ def build(options: ModelOptions) -> ServedModel:
         tasks=options.tasks or None,
         name=options.name,
     )
+    for model in (loaded.lm, loaded.embedding):
+        if model is not None:
+            prepare(model)
     backend = choose_backend(
         options.attention,
         loaded.backbone.attention_specs,

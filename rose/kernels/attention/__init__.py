@@ -5,5 +5,14 @@ from rose.kernels.registry import Registry
 
 BACKENDS: Registry[type[AttentionBackend]] = Registry(
     "attention back end",
-    {"torch_sdpa": "rose.kernels.attention.torch_sdpa:TorchSdpaBackend"},
+    {
+        "cpu": "rose.kernels.attention.cpu:CpuBackend",
+        "flash-attn-2": "rose.kernels.attention.flash_attention:FlashAttention2Backend",
+        "flash-attn-3": "rose.kernels.attention.flash_attention:FlashAttention3Backend",
+        "flash-attn-4": "rose.kernels.attention.flash_attention:FlashAttention4Backend",
+        "flashinfer-fa2": "rose.kernels.attention.flashinfer:FlashInferFa2Backend",
+        "flashinfer-fa3": "rose.kernels.attention.flashinfer:FlashInferFa3Backend",
+        "torch-flash": "rose.kernels.attention.flash_attention:TorchFlashBackend",
+        "torch_sdpa": "rose.kernels.attention.torch_sdpa:TorchSdpaBackend",
+    },
 )

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from rose.kernels.cpu.build import LEVELS, BuildError, best_level, build
 
@@ -15,6 +16,7 @@ log = logging.getLogger(__name__)
 SWITCH, LEVEL_SWITCH = "ROSE_CPU_KERNELS", "ROSE_CPU_LEVEL"
 
 _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+_FLOAT = ctypes.c_float
 
 Function = Callable[..., int]
 
@@ -32,13 +34,62 @@ class LinearStruct(ctypes.Structure):
     )
 
 
+class AttentionStruct(ctypes.Structure):
+    """`RoseAttention` of api.h."""
+
+    _fields_ = (
+        ("num_heads", _SIZE),
+        ("num_kv_heads", _SIZE),
+        ("head_dim", _SIZE),
+        ("left", _SIZE),
+        ("right", _SIZE),
+        ("bias", _POINTER),
+        ("bias_center", _SIZE),
+        ("bias_width", _SIZE),
+        ("scale", _FLOAT),
+        ("soft_cap", _FLOAT),
+    )
+
+
+class SequencesStruct(ctypes.Structure):
+    """`RoseSequences` of api.h."""
+
+    _fields_ = (
+        ("count", _SIZE),
+        ("query_starts", _POINTER),
+        ("query_lens", _POINTER),
+        ("kv_lens", _POINTER),
+        ("block_table", _POINTER),
+        ("table_stride", _SIZE),
+        ("page_size", _INT),
+    )
+
+
 # Name, result and arguments of the functions that api.h declares.
-_FUNCTIONS = {
+_FUNCTIONS: dict[str, tuple[type[ctypes.c_int64] | None, tuple[Any, ...]]] = {
     "panel_floats": (_SIZE, (_SIZE, _SIZE, _INT)),
     "bias_floats": (_SIZE, (_SIZE, _INT)),
     "pack": (None, (_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT)),
     "linear": (None, (_POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _INT)),
     "panel_rows": (None, (_POINTER, _POINTER, _POINTER, _SIZE, _INT)),
+    "layer_norm": (None, (*[_POINTER] * 6, _SIZE, _SIZE, _FLOAT, _INT)),
+    "rms_norm": (None, (*[_POINTER] * 3, _FLOAT, *[_POINTER] * 2, _SIZE, _SIZE, _FLOAT, _INT)),
+    "norm_and_rotate": (
+        None,
+        (
+            *([_POINTER, _SIZE, _SIZE] * 2),
+            *([_POINTER] * 2),
+            *([_FLOAT] * 2),
+            *([_POINTER] * 4),
+            *([_SIZE] * 3),
+            _INT,
+        ),
+    ),
+    "attend": (None, (_POINTER, _POINTER, *[_POINTER, _SIZE] * 3, _POINTER, _INT)),
+    "store_rows": (
+        None,
+        (*[_POINTER, _SIZE] * 2, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _INT),
+    ),
 }
 
 
@@ -50,6 +101,11 @@ class CpuLibrary:
     pack: Function
     linear: Function
     panel_rows: Function
+    layer_norm: Function
+    rms_norm: Function
+    norm_and_rotate: Function
+    attend: Function
+    store_rows: Function
 
     def __init__(self, path: Path) -> None:
         """Open the library at `path`.

@@ -35,4 +35,54 @@ void rose_linear(const RoseLinear* linear, const float* x, int64_t ldx, float* y
 void rose_panel_rows(const RoseLinear* linear, const int64_t* ids, float* y, int64_t rows,
                      int32_t threads);
 
+// Layer norm and RMS norm of x, or of x + residual, which goes to `total` (which may be y). Rows of
+// `channels` floats; `bias` may be null.
+void rose_layer_norm(const float* x, const float* residual, const float* weight, const float* bias,
+                     float* y, float* total, int64_t rows, int64_t channels, float eps,
+                     int32_t threads);
+void rose_rms_norm(const float* x, const float* residual, const float* weight, float weight_offset,
+                   float* y, float* total, int64_t rows, int64_t channels, float eps,
+                   int32_t threads);
+
+// Norms the heads of queries [rows, heads, dim] and keys [rows, kv_heads, dim] where the weights of
+// the norms [dim] are not null, then rotates them; cos and sin are [rows, rotary].
+void rose_norm_and_rotate(const float* q, int64_t ldq, int64_t heads, const float* k, int64_t ldk,
+                          int64_t kv_heads, const float* q_norm, const float* k_norm,
+                          float norm_offset, float eps, const float* cos, const float* sin,
+                          float* q_out, float* k_out, int64_t rows, int64_t dim, int64_t rotary,
+                          int32_t threads);
+
+// Facts of an attention layer. A query at position p sees keys p - left to p + right. `soft_cap` 0 is
+// none. The bias of a key at distance d (its position minus the query's) to head h is
+// bias[h * bias_width + bias_center + d], or 0 where `bias` is null.
+struct RoseAttention {
+  int64_t num_heads, num_kv_heads, head_dim;
+  int64_t left, right;
+  const float* bias;
+  int64_t bias_center, bias_width;
+  float scale, soft_cap;
+};
+
+// Sequences of a batch: where the new tokens of each begin, how many they are, and how many keys it
+// has. With a block table [count, table_stride] keys and values lie in its pages, else beside the new
+// tokens, of which all keys are then part.
+struct RoseSequences {
+  int64_t count;
+  const int64_t* query_starts;
+  const int64_t* query_lens;
+  const int64_t* kv_lens;
+  const int32_t* block_table;
+  int64_t table_stride;
+  int32_t page_size;
+};
+
+// Attention; out is [tokens, num_heads, head_dim]. ldk and ldv are the strides of one token or slot.
+void rose_attend(const RoseAttention* spec, const RoseSequences* batch, const float* q, int64_t ldq,
+                 const float* k, int64_t ldk, const float* v, int64_t ldv, float* out,
+                 int32_t threads);
+
+// Copies rows of `width` floats of k and v to their slots.
+void rose_store_rows(const float* k, int64_t ldk, const float* v, int64_t ldv, const int64_t* slots,
+                     int64_t rows, int64_t width, float* keys, float* values, int32_t threads);
+
 }  // extern "C"

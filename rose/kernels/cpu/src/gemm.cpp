@@ -1,27 +1,20 @@
 // y = act(x W^T + b) with W packed in panels of columns, for any number of rows.
 //
 // A panel holds kWidth outputs (columns of W^T), stored [K][kWidth]: the kernel reads it front to back,
-// once per block of rows, so that few rows run at the speed of the memory. Every output is one chain of
-// fused multiply-adds over k, in order, whatever the block of rows: its bits depend on its own row and
-// column alone. In a gated panel the first half are gate outputs and the second half the up outputs of
+// once per block of rows, so that few rows run at the speed of the memory. An output's bits depend on its
+// own row and column alone (see `multiply`). In a gated panel the first half are gate outputs and the second half the up outputs of
 // the same channels.
 #include <algorithm>
-#include <array>
-#include <utility>
 
 #include "api.h"
+#include "block.h"
 #include "functions.h"
 #include "pool.h"
 
 namespace rose {
 namespace {
 
-constexpr int kVecs = kLanes == 4 && kRegisters == 32 ? 4 : 2;  // vectors of a panel's width
-constexpr int kWidth = kVecs * kLanes;
-constexpr int kRows = (kRegisters - kVecs - 2) / kVecs > 12 ? 12 : (kRegisters - kVecs - 2) / kVecs;
-constexpr int kAhead = 512;              // floats from the one in use to the one to prefetch
 constexpr int64_t kCacheBytes = 1 << 19;  // what the panels of one task may fill
-constexpr double kNsPerFma = 0.02, kNsPerByte = 0.05;  // of one thread, roughly
 
 struct Job {
   const RoseLinear& linear;
@@ -31,7 +24,7 @@ struct Job {
   int64_t ldy;
 };
 
-// Adds the bias to R rows of a panel's sums, applies the activation, and stores what are real outputs.
+// Adds the bias to some rows of a panel's sums, applies the activation, and stores what are real outputs.
 void finish(const Job& job, int64_t panel, const float (*sums)[kWidth], int rows, float* y) {
   const RoseLinear& w = job.linear;
   const int vecs = w.gated ? kVecs / 2 : kVecs;
@@ -49,40 +42,13 @@ void finish(const Job& job, int64_t panel, const float (*sums)[kWidth], int rows
     }
 }
 
-template <int R>
-void block(const Job& job, int64_t panel, int64_t row) {
-  const int64_t inputs = job.linear.inputs, ldx = job.ldx;
-  const float* w = job.linear.panels + panel * inputs * kWidth;
-  const float* x = job.x + row * ldx;
-  Vec sums[R][kVecs] = {};
-  for (int64_t k = 0; k < inputs; ++k, w += kWidth) {
-    Vec column[kVecs];
-#pragma GCC unroll 4
-    for (int v = 0; v < kVecs; ++v) {
-      column[v] = load(w + v * kLanes);
-      __builtin_prefetch(w + v * kLanes + kAhead);
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const Vec value = splat(x[r * ldx + k]);
-#pragma GCC unroll 4
-      for (int v = 0; v < kVecs; ++v) sums[r][v] = value * column[v] + sums[r][v];
-    }
-  }
-  alignas(64) float out[R][kWidth];
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < kVecs; ++v) store(out[r] + v * kLanes, sums[r][v]);
-  finish(job, panel, out, R, job.y + row * job.ldy);
+void block(const Job& job, int64_t panel, int64_t row, int rows) {
+  const int64_t inputs = job.linear.inputs;
+  alignas(64) float sums[kRows][kWidth];
+  kMultiply[rows - 1](job.x + row * job.ldx, job.ldx, job.linear.panels + panel * inputs * kWidth,
+                      kWidth, inputs, sums[0], kWidth, false);
+  finish(job, panel, sums, rows, job.y + row * job.ldy);
 }
-
-using Block = void (*)(const Job&, int64_t, int64_t);
-
-template <int... R>
-constexpr std::array<Block, sizeof...(R)> make_blocks(std::integer_sequence<int, R...>) {
-  return {block<R + 1>...};
-}
-
-constexpr auto kBlocks = make_blocks(std::make_integer_sequence<int, kRows>());  // [rows - 1]
 
 int64_t num_panels(const RoseLinear& w) {
   return ceil_div(w.outputs, w.gated ? kWidth / 2 : kWidth);
@@ -93,13 +59,13 @@ void run(const Job& job, int64_t rows, int threads) {
   const int64_t panels = num_panels(w), panel_bytes = w.inputs * kWidth * 4;
   const int64_t fitting = std::max<int64_t>(1, kCacheBytes / std::max<int64_t>(1, panel_bytes));
   const int64_t group = std::min(ceil_div(panels, 4 * threads), fitting);
-  const int64_t blocks = ceil_div(rows, kRows);
+  const Blocks blocks(rows);
   const double ns = std::max(rows * kNsPerFma * kWidth, kNsPerByte * kWidth * 4) * w.inputs * panels;
   parallel(threads, ceil_div(panels, group), static_cast<int64_t>(ns), [&](int64_t task) {
     const int64_t last = std::min(panels, (task + 1) * group);
-    for (int64_t b = 0; b < blocks; ++b) {  // blocks differ by one row at most
-      const int64_t row = rows * b / blocks, next = rows * (b + 1) / blocks;
-      for (int64_t p = task * group; p < last; ++p) kBlocks[next - row - 1](job, p, row);
+    for (int64_t b = 0; b < blocks.count; ++b) {
+      const int64_t row = blocks.start(b), count = blocks.start(b + 1) - row;
+      for (int64_t p = task * group; p < last; ++p) block(job, p, row, static_cast<int>(count));
     }
   });
 }

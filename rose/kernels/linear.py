@@ -1,0 +1,97 @@
+"""Linear layers: y = act(x W^T + b), or act(gate) * up where one matrix holds gate and up.
+
+`make_linear` brings weights into the form that the device computes fastest with: on a CPU, float32
+weights become panels for the compiled kernels (`rose.kernels.cpu`), everywhere else they stay as
+they are and torch multiplies.
+
+Shape letters: T tokens, I input channels, O output channels (2 O rows of weights where gated).
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rose.kernels.activation import activate, gated
+from rose.kernels.cpu import load_library
+from rose.kernels.cpu.gemm import ACTIVATION_NUMBERS, PackedMatrix
+
+
+class LinearOp(Protocol):
+    """A linear layer that holds its weights."""
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """Return [T, O]."""
+        ...
+
+    def rows(self, ids_T: Tensor) -> Tensor:
+        """Return rows of the weight matrix, [T, I]: the embedding that it is tied to."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TorchLinear:
+    """The layer by torch ops, in any dtype and on any device."""
+
+    weight: Tensor
+    bias: Tensor | None
+    activation: str = "identity"
+    gated: bool = False
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """Return [T, O]."""
+        return finish(F.linear(x_TI, self.weight, self.bias), self.activation, self.gated)
+
+    def rows(self, ids_T: Tensor) -> Tensor:
+        """Return rows of the weight matrix, [T, I]."""
+        return F.embedding(ids_T, self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """The layer by the CPU kernels, with an activation that they do not know done by torch."""
+
+    matrix: PackedMatrix
+    activation: str
+    gated: bool
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """Return [T, O]."""
+        return finish(self.matrix(x_TI), self.activation, self.gated)
+
+    def rows(self, ids_T: Tensor) -> Tensor:
+        """Return rows of the weight matrix, [T, I]."""
+        return self.matrix.rows(ids_T)
+
+
+def finish(x_TO: Tensor, activation: str, is_gated: bool) -> Tensor:
+    """Apply what follows the matrix product."""
+    return gated(x_TO, activation) if is_gated else activate(x_TO, activation)
+
+
+def make_linear(
+    weight_OI: Tensor,
+    bias_O: Tensor | None = None,
+    *,
+    activation: str = "identity",
+    gated: bool = False,
+) -> LinearOp:
+    """Make the fastest layer for these weights.
+
+    Args:
+        weight_OI: [O, I], where gated [2 O, I] with all gates first. A packed layer keeps a copy
+            and not the tensor, so that its memory can be given back.
+        bias_O: [O], where gated [2 O], or None.
+        activation: one of `rose.kernels.activation.ACTIVATIONS`.
+        gated: whether results are act(gate) * up.
+    """
+    is_plain = weight_OI.device.type == "cpu" and weight_OI.dtype == torch.float32
+    library = load_library() if is_plain else None
+    if library is None:
+        return TorchLinear(weight_OI, bias_O, activation, gated)
+    weight_OI = weight_OI.contiguous()
+    if activation in ACTIVATION_NUMBERS:
+        return PackedMatrix(library, weight_OI, bias_O, activation=activation, gated=gated)
+    return PackedLinear(PackedMatrix(library, weight_OI, bias_O), activation, gated)
