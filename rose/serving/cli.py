@@ -13,6 +13,7 @@ from rose.serving.commands.convert import convert
 from rose.serving.commands.embed import embed
 from rose.serving.commands.engine import engine
 from rose.serving.commands.gateway import gateway
+from rose.serving.commands.generate import generate
 from rose.serving.commands.inspect import inspect
 from rose.serving.commands.models import models
 from rose.serving.commands.serve import serve
@@ -25,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (serve, engine, gateway, embed, chat, convert, inspect, models):
+for command in (serve, engine, gateway, embed, generate, chat, convert, inspect, models):
     app.command()(command)
 
 

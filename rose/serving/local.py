@@ -1,8 +1,9 @@
 """`rose.Engine`: a model in this process, without a server."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -20,7 +21,7 @@ from rose.runtime.queue import EmbedJob, EmbedQueue, JobSlice
 from rose.serving.gateway.detokenization import TokenTable
 from rose.serving.gateway.templates import render
 from rose.serving.gateway.tokenization import Tokenizer
-from rose.serving.local_generation import Completion, LocalGenerator
+from rose.serving.local_generation import Completion, LocalGenerator, Request
 
 if TYPE_CHECKING:
     from rose.runtime.lazy import LazyTensor
@@ -220,25 +221,50 @@ class Engine:
         """
         items = _as_list(prompts)
         found: dict[int, Completion] = {}
-        runs = self._generator().run(self._prompt_ids(items), params or SamplingParams(), stop)
-        with closing(runs):
-            for index, outcome in runs:
+        pairs = zip(items, repeat(params or SamplingParams()))
+        with closing(self.generate_each(pairs, stop=stop)) as outcomes:
+            for index, outcome in outcomes:
                 if isinstance(outcome, Exception):
-                    raise outcome
+                    raise _at_prompt(index, outcome)
                 found[index] = outcome
                 if progress:
                     progress(len(found), len(items))
         return [found[index] for index in range(len(items))]
 
+    def generate_each(
+        self,
+        prompts: Iterable[tuple[Text, SamplingParams]],
+        *,
+        stop: Sequence[str] = (),
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> Generator[tuple[int, Completion | Exception], None, None]:
+        """Continue any number of prompts, each in its own way, and yield each as it ends.
+
+        Args:
+            prompts: a prompt, and how it is continued. They are taken as there is room for them.
+            stop: texts that end an output; they do not appear in it.
+            on_tokens: called after each step with the number of new tokens.
+
+        Returns:
+            Pairs of a prompt's index and its completion, or what is wrong with it: a ValueError,
+            a NonFiniteError, or a fault that is not the prompt's. Closing the iterator cancels
+            what is under way.
+
+        Raises:
+            RequestError: the model cannot generate.
+        """
+        requests = (self._request(prompt, params) for prompt, params in prompts)
+        return self._generator().run(requests, stop, on_tokens)
+
     def stream(
         self, prompt: Text, params: SamplingParams | None = None, *, stop: Sequence[str] = ()
-    ) -> Iterator[str]:
-        """Continue one prompt; yields its text piece by piece.
+    ) -> Generator[str, None, None]:
+        """Continue one prompt; yields its text piece by piece. Closing the iterator cancels it.
 
         Raises:
             RequestError: the prompt or a parameter does not fit.
         """
-        (ids,) = self._prompt_ids([prompt])
+        ids = self._prompt_ids(prompt)
         return self._generator().stream(ids, params or SamplingParams(), stop)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -258,13 +284,19 @@ class Engine:
         return ids
 
     def sampling_params(self, **values: Any) -> SamplingParams:  # noqa: ANN401 - as the class
-        """Make `SamplingParams` with the checkpoint's defaults for what is None or left out."""
+        """Make `SamplingParams` with the checkpoint's defaults for what is None or left out.
+
+        Raises:
+            RequestError: a value is out of range, or the model cannot generate.
+        """
         facts = self.card.generation
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         defaults = {name: getattr(facts, name) for name in names} if facts else {}
         given = {name: value for name, value in values.items() if value is not None}
         known = {name: value for name, value in defaults.items() if value is not None}
-        return SamplingParams(**{**known, **given})
+        params = SamplingParams(**{**known, **given})
+        self._generator().check(params)
+        return params
 
     def close(self) -> None:
         """Free the model."""
@@ -294,30 +326,38 @@ class Engine:
             self._local_generator = LocalGenerator(self._served.generation, table)
         return self._local_generator
 
-    def _prompt_ids(self, items: Sequence[Text]) -> list[Ids]:
-        """Return the ids of prompts; the runtime checks them."""
-        strings = iter(self._tokenizer.encode([item for item in items if isinstance(item, str)]))
-        return [
-            next(strings) if isinstance(item, str) else np.asarray(item, np.int32) for item in items
-        ]
+    def _request(self, prompt: Text, params: SamplingParams) -> Request | Exception:
+        try:
+            return self._prompt_ids(prompt), params
+        except ValueError as error:
+            return error
+
+    def _prompt_ids(self, prompt: Text) -> Ids:
+        """Return the ids of a prompt; the runtime checks their number."""
+        if isinstance(prompt, str):
+            return self._tokenizer.encode([prompt])[0]
+        return self._check_ids("prompt", prompt)
 
     def _encode(self, items: Sequence[Text], prefix: str) -> list[Ids]:
         """Return the ids of each item, checked but for their number."""
         strings = [i for i, item in enumerate(items) if isinstance(item, str)]
         encoded = self._tokenizer.encode([f"{prefix}{items[i]}" for i in strings])
         found = dict(zip(strings, encoded, strict=True))
-        out = [found[i] if i in found else self._check_ids(i, item) for i, item in enumerate(items)]
+        out = [
+            found[i] if i in found else self._check_ids(f"input[{i}]", item)
+            for i, item in enumerate(items)
+        ]
         if empty := [i for i, ids in enumerate(out) if not len(ids)]:
             raise RequestError(f"input[{empty[0]}] has no tokens", f"input[{empty[0]}]")
         return out
 
-    def _check_ids(self, index: int, item: Text) -> Ids:
+    def _check_ids(self, place: str, item: Text) -> Ids:
         ids = np.asarray(item)
         if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
-            raise RequestError(f"input[{index}] is neither text nor token ids", f"input[{index}]")
+            raise RequestError(f"{place} is neither text nor token ids", place)
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.card.vocab_size:
-            message = f"input[{index}]: token ids go from 0 to {self.card.vocab_size - 1}"
-            raise RequestError(message, f"input[{index}]")
+            message = f"{place}: token ids go from 0 to {self.card.vocab_size - 1}"
+            raise RequestError(message, place)
         return ids.astype(np.int32)
 
     def _run(
@@ -351,6 +391,16 @@ def _as_list(texts: Text | Sequence[Text]) -> list[Text]:
     if isinstance(texts, str) or (len(texts) and isinstance(texts[0], int | np.integer)):
         return [cast("Text", texts)]
     return list(cast("Sequence[Text]", texts))
+
+
+def _at_prompt(index: int, error: Exception) -> Exception:
+    """Say which prompt an error is about, if it is about one."""
+    place = f"prompts[{index}]"
+    if isinstance(error, RequestError):
+        return RequestError(f"{place}: {error}", place if error.field == "prompt" else error.field)
+    if isinstance(error, NonFiniteError):
+        return NonFiniteError(f"{place}: {error}", place)
+    return error
 
 
 def _check_finite(rows: npt.NDArray[np.float32]) -> None:

@@ -605,7 +605,7 @@ def test_plain_lines_come_now_and_then(monkeypatch):
             display(Meter(total=200, done=100.0, texts=5, began=100.0))
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2
-    assert lines[0] == "50%: 5 texts, 0 texts/s, 0 tokens/s, about 10 s left"
+    assert lines[0] == "50%: 5 texts, 0.5 texts/s, 0 tokens/s, about 10 s left"
 
 
 def test_a_terminal_gets_a_bar():

@@ -6,7 +6,6 @@ batches are cut by the texts alone. (The number of threads, for one, changes the
 """
 
 import contextlib
-import hashlib
 import itertools
 import re
 from collections.abc import Callable, Iterator
@@ -17,12 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from rose.models.plan import Plan, fingerprint, plan_checkpoint
+from rose.models.plan import Plan, plan_checkpoint
 from rose.runtime.errors import NonFiniteError, RequestError
 from rose.runtime.options import OutputDtype
-from rose.serving.inspect import module_weights
 from rose.serving.offline.chunks import Chunk, cut_chunks
-from rose.serving.offline.errors import InputError, OutputError, StoppedError
+from rose.serving.offline.errors import InputError, OutputError
+from rose.serving.offline.job import check_output, choose_device, digest_model, resumable
 from rose.serving.offline.outputs import Output, WriteChunk, output_for
 from rose.serving.offline.partial import DoneChunk, Partial, open_partial
 from rose.serving.offline.progress import Display, Meter
@@ -109,12 +108,12 @@ def embed_file(job: EmbedFile, display: Display) -> Summary:
         RequestError: an option does not fit the model.
         StoppedError: Ctrl-C; says how to go on.
     """
-    _check_output(job)
+    check_output(job.output, force=job.force)
     output = output_for(job.output, job.keep)
     source = open_source(job.input, column=job.column, keep=job.keep)
     plan = plan_checkpoint(job.model, max_model_len=job.max_model_len, tasks=("embed",))
-    job = replace(job, device=_choose_device(job.device))
-    with open_partial(job.output) as partial, _resumable(partial):
+    job = replace(job, device=choose_device(job.device))
+    with open_partial(job.output) as partial, resumable(partial):
         if job.restart:
             partial.clear()
         partial.resume(_facts(job, source, plan))
@@ -129,51 +128,11 @@ def embed_file(job: EmbedFile, display: Display) -> Summary:
         )
 
 
-def _check_output(job: EmbedFile) -> None:
-    if not job.output.parent.is_dir():
-        raise OutputError(f"{job.output}: the folder {job.output.parent} does not exist")
-    if job.output.is_dir():
-        raise OutputError(f"{job.output} is a folder")
-    if job.output.exists() and not job.force:
-        raise OutputError(f"{job.output} exists already; --force replaces it")
-
-
-def _choose_device(name: str) -> str:
-    from rose.runtime.build import choose_device  # imports torch: only after the quick checks
-
-    return choose_device(name)
-
-
-@contextlib.contextmanager
-def _resumable(partial: Partial) -> Iterator[None]:
-    """Say at Ctrl-C how to go on."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        partial.reload()  # it may have come between a chunk and its count
-        if not partial.chunks:
-            raise StoppedError("stopped before a first part was done: nothing is kept") from None
-        raise StoppedError(
-            f"stopped: {partial.rows:,} texts are done and kept in {partial.folder}; "
-            "the same command goes on from there"
-        ) from None
-
-
 def _facts(job: EmbedFile, source: Source, plan: Plan) -> dict[str, Any]:
     """List what the numbers depend on, by the names that users know."""
     options = {f"--{name.replace('_', '-')}": getattr(job, name) for name in _FACTS}
     options["--max-batch-tokens"] = job.batch_tokens
-    return {"MODEL": _digest_model(plan), "--column": source.column, **options}
-
-
-def _digest_model(plan: Plan) -> str:
-    """Hash the model's small files and all bytes of its weights, wherever they lie."""
-    digest = hashlib.sha256(fingerprint(plan, {}).encode())
-    for files in (plan.files, *module_weights(plan)):
-        for path in files.paths:
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
+    return {"MODEL": digest_model(plan), "--column": source.column, **options}
 
 
 def _check_truncation(job: EmbedFile, partial: Partial) -> None:

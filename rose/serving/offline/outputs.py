@@ -111,7 +111,7 @@ class JsonlOutput:
             InputError: a value that JSON cannot hold.
         """
         heads = [
-            b'{"index":%d,%b' % (index, _json_fields(row))
+            b'{"index":%d,%b' % (index, json_fields(row))
             for index, row in enumerate(chunk.kept_rows(), chunk.first)
         ]
         return partial(_write_lines, heads)
@@ -132,7 +132,12 @@ def _write_lines(heads: list[bytes], file: BinaryIO, vectors_BD: Vectors) -> Non
         file.write(b'%b"embedding":%b}\n' % (head, numbers))
 
 
-def _json_fields(row: dict[str, Any]) -> bytes:
+def json_fields(row: dict[str, Any]) -> bytes:
+    """Write columns as the first fields of an object, each with a comma behind it.
+
+    Raises:
+        InputError: a value that JSON cannot hold.
+    """
     fields = []
     for name, value in row.items():
         try:

@@ -3,7 +3,7 @@
 OUTPUT.partial/ holds
 
 - `manifest.json`: the model and the options that the chunks depend on;
-- `NNNNNNNN.chunk`: a chunk's vectors, written under another name and then renamed;
+- `NNNNNNNN.chunk`: a chunk's results, written under another name and then renamed;
 - `chunks.jsonl`: one line for each chunk that is complete, in order. A chunk without its line is
   computed again; a line that was cut short by a crash is no line;
 - `lock`: held by the process at work.
@@ -31,8 +31,8 @@ class DoneChunk(msgspec.Struct, frozen=True):
 
     rows: int
     tokens: int
-    cut: int
-    digest: str
+    cut: int = 0
+    digest: str = ""
 
 
 class Partial:
@@ -48,6 +48,11 @@ class Partial:
     def rows(self) -> int:
         """Number of texts that are done."""
         return sum(chunk.rows for chunk in self.chunks)
+
+    @property
+    def paths(self) -> list[Path]:
+        """Files of the chunks that are done."""
+        return [self._chunk_path(number) for number in range(len(self.chunks))]
 
     def resume(self, facts: Facts) -> None:
         """Find what an earlier run has left; `facts` are those that it has to agree with.
@@ -81,8 +86,7 @@ class Partial:
 
     def finish(self, join: Callable[[Sequence[Path], BinaryIO], None]) -> None:
         """Put the output together, move it into its place, and remove the folder."""
-        paths = [self._chunk_path(number) for number in range(len(self.chunks))]
-        self._replace(self.output, lambda file: join(paths, file))
+        self._replace(self.output, lambda file: join(self.paths, file))
         shutil.rmtree(self.folder)
 
     def clear(self) -> None:

@@ -45,11 +45,15 @@ class Meter:
         elapsed = max(now - self.began, 1e-9)
         parts = [
             f"{self.texts_before + self.texts:,} texts",
-            f"{self.texts / elapsed:,.0f} texts/s",
-            f"{self.tokens / elapsed:,.0f} tokens/s",
+            f"{_rate(self.texts / elapsed)} texts/s",
+            f"{_rate(self.tokens / elapsed)} tokens/s",
         ]
         left = self.seconds_left(now)
         return ", ".join(parts if left is None else [*parts, f"about {_duration(left)} left"])
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
 
 
 def _duration(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Reads texts to embed from .txt, .jsonl, .csv and .parquet files, row by row.
+"""Reads texts from .txt, .jsonl, .csv and .parquet files, row by row.
 
 Nothing here holds more than a row (or a small batch of a parquet file) at a time. Rows are counted
 in the order of the file; what a message calls a line is a line of the file, from 1.
@@ -10,8 +10,9 @@ import csv
 import itertools
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Never
 
@@ -48,7 +49,8 @@ class Source:
 
     `label` names it in messages, `column` is the column that holds the texts (None where a format
     or a file has no columns), `total` what there is to read (bytes, or rows of a parquet file;
-    None for standard input). `rows` can be read once.
+    None for standard input). `rows` can be read once. Where it `holds_lists`, a row's text is the
+    JSON of a list.
     """
 
     label: str
@@ -56,6 +58,7 @@ class Source:
     column: str | None = None
     total: int | None = None
     unit: str = "line"
+    holds_lists: bool = False
 
     def where(self, place: int) -> str:
         """Name the place of a row, for messages."""
@@ -63,13 +66,21 @@ class Source:
         return f"{self.label}, {self.unit} {place}{column}"
 
 
-def open_source(path: str, *, column: str | None = None, keep: Sequence[str] = ()) -> Source:
+def open_source(
+    path: str,
+    *,
+    column: str | None = None,
+    keep: Sequence[str] = (),
+    list_column: str | None = None,
+) -> Source:
     """Open a file of texts; "-" is standard input, read line by line.
 
     Args:
         path: a file whose suffix says its format.
         column: the column that holds the texts; None is "text", or the only column of strings.
         keep: columns to copy into `Row.kept`.
+        list_column: name that a column of lists has by default. The column of a .jsonl file may
+            hold lists then, if the first line has one.
 
     Raises:
         InputError: no such file or column, an unknown format, or a malformed head of the file.
@@ -79,9 +90,9 @@ def open_source(path: str, *, column: str | None = None, keep: Sequence[str] = (
     if not Path(path).is_file():
         found = "is not a file" if Path(path).exists() else "does not exist"
         raise InputError(f"{path} {found}")
-    openers = {
+    openers: dict[str, Callable[[str, str | None, tuple[str, ...]], Source]] = {
         ".txt": _open_text,
-        ".jsonl": _open_jsonl,
+        ".jsonl": partial(_open_jsonl, list_column=list_column),
         ".csv": _open_csv,
         ".parquet": _open_parquet,
     }
@@ -196,7 +207,9 @@ def _csv_rows(
         yield Row(record[text], start, lines.consumed, values)
 
 
-def _open_jsonl(path: str, column: str | None, keep: tuple[str, ...]) -> Source:
+def _open_jsonl(
+    path: str, column: str | None, keep: tuple[str, ...], *, list_column: str | None
+) -> Source:
     head = list(itertools.islice(_json_values(Lines(path)), 1))
     if not head:
         raise InputError(f"{path} is empty: a string or an object a line is expected")
@@ -206,9 +219,13 @@ def _open_jsonl(path: str, column: str | None, keep: tuple[str, ...]) -> Source:
         return Source(path, _json_string_rows(lines), total=total)
     if not isinstance(first, dict):
         lines.fail(f"a string or an object is expected, found {_json_kind(first)}", 1)
+    if column is None and DEFAULT_COLUMN not in first and list_column in first:
+        column = list_column
     strings = [name for name, value in first.items() if isinstance(value, str)]
     chosen = _choose_column(path, column, list(first), strings)
-    return Source(path, _json_object_rows(lines, chosen, keep), chosen, total)
+    lists = list_column is not None and isinstance(first[chosen], list)
+    rows = _json_object_rows(lines, chosen, keep, lists=lists)
+    return Source(path, rows, chosen, total, holds_lists=lists)
 
 
 def _json_values(lines: Lines) -> Iterator[object]:
@@ -252,7 +269,9 @@ def _json_string_rows(lines: Lines) -> Iterator[Row]:
         yield Row(value, lines.number, lines.consumed)
 
 
-def _json_object_rows(lines: Lines, column: str, keep: tuple[str, ...]) -> Iterator[Row]:
+def _json_object_rows(
+    lines: Lines, column: str, keep: tuple[str, ...], *, lists: bool
+) -> Iterator[Row]:
     for value in _json_values(lines):
         if not isinstance(value, dict):
             lines.fail(f"an object is expected, as on the first line; found {_json_kind(value)}")
@@ -260,8 +279,11 @@ def _json_object_rows(lines: Lines, column: str, keep: tuple[str, ...]) -> Itera
             if name not in value:
                 lines.fail(f"column {name!r} is missing; the object has: {_list(value)}")
         text = value[column]
-        if not isinstance(text, str):
-            lines.fail(f"column {column!r}: a text is expected, found {_json_kind(text)}")
+        if not isinstance(text, list if lists else str):
+            wanted = "list" if lists else "text"
+            lines.fail(f"column {column!r}: a {wanted} is expected, found {_json_kind(text)}")
+        if lists:
+            text = json.dumps(text, ensure_ascii=False)
         yield Row(text, lines.number, lines.consumed, {name: value[name] for name in keep})
 
 
