@@ -202,12 +202,18 @@ def save_decoder(
     kind: str,
     *,
     seed: int = 0,
-    head: bool = True,
+    head: bool | str = True,
     end: bool = False,
     **overrides: object,
 ) -> Path:
-    """Write a tiny causal LM, or without `head` its backbone, with a tokenizer."""
-    model = spread(DECODERS[kind][1](decoder_config(kind, **overrides)), seed)
+    """Write a tiny causal LM with a tokenizer.
+
+    Without `head` it is the backbone alone, with "classifier" a sequence classifier.
+    """
+    config = decoder_config(kind, **overrides)
+    is_classifier = head == "classifier"
+    build = AutoModelForSequenceClassification.from_config if is_classifier else DECODERS[kind][1]
+    model = spread(build(config), seed)
     (model if head else model.model).save_pretrained(path)
     decoder_tokenizer(end=end).save_pretrained(path)
     return path

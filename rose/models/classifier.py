@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rose.kernels import pooling
-from rose.kernels.activation import activate
-from rose.models.layers import LayerNorm, Linear, known_activation
+from rose.models.layers import LayerNorm, Linear
 
 if TYPE_CHECKING:
     from rose.models.backbone import Backbone
@@ -61,11 +60,12 @@ class Head(nn.Module):
         super().__init__()
         self.pooling = head.pooling
         self.pad_id = head.pad_id
-        self.activation = known_activation(head.activation)
         self.dense: Linear | None = None
         self.norm: LayerNorm | None = None
         if head.dense is not None:
-            self.dense = Linear(head.dense, size, size, bias=head.dense_bias)
+            self.dense = Linear(
+                head.dense, size, size, bias=head.dense_bias, activation=head.activation
+            )
         if head.norm is not None:
             self.norm = LayerNorm(head.norm, size, head.norm_eps, bias=head.norm_bias)
         self.output = Linear(head.output, size, num_labels, bias=head.output_bias)
@@ -74,7 +74,7 @@ class Head(nn.Module):
         """Return raw scores, float32 [B, L]."""
         x_BC = self._pool(x_TC, ids_T, cu_seqlens)
         if self.dense is not None:
-            x_BC = activate(self.dense(x_BC), self.activation)
+            x_BC = self.dense(x_BC)
         if self.norm is not None:
             x_BC = self.norm(x_BC)
         return self.output(x_BC)

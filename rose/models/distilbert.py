@@ -35,7 +35,7 @@ def layer_names(index: int) -> LayerNames:
         qkv=(f"{attention}.q_lin", f"{attention}.k_lin", f"{attention}.v_lin"),
         output=f"{attention}.out_lin",
         attention_norm=f"{layer}.sa_layer_norm",
-        up=(f"{layer}.ffn.lin1",),
+        up=f"{layer}.ffn.lin1",
         down=f"{layer}.ffn.lin2",
         mlp_norm=f"{layer}.output_layer_norm",
     )

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from rose.kernels.activation import activate, gated
 from rose.kernels.attention.base import AttentionSpec
 from rose.kernels.rope import apply_rope
-from rose.models.layers import Embedding, LayerNorm, Linear, PackedLinear, known_activation
+from rose.models.layers import Embedding, GatedLinear, LayerNorm, Linear, PackedLinear, Projection
 
 if TYPE_CHECKING:
     from rose.kernels.attention.base import AttentionBatch, PositionBias
@@ -30,15 +29,16 @@ Rotation = tuple[Tensor, Tensor]  # cosines and sines, [T, R] each
 class LayerNames:
     """Names of a layer's tensors in the checkpoint, without ".weight" and ".bias".
 
-    `up` is the MLP's first projection; where there is a gate, the gate and the projection.
+    `gate` is given where the MLP has one.
     """
 
     qkv: tuple[str, str, str]
     output: str
     attention_norm: str
-    up: tuple[str, ...]
+    up: str
     down: str
     mlp_norm: str
+    gate: str | None = None
 
 
 def bert_names(index: int) -> LayerNames:
@@ -49,7 +49,7 @@ def bert_names(index: int) -> LayerNames:
         qkv=(f"{attention}.self.query", f"{attention}.self.key", f"{attention}.self.value"),
         output=f"{attention}.output.dense",
         attention_norm=f"{attention}.output.LayerNorm",
-        up=(f"{layer}.intermediate.dense",),
+        up=f"{layer}.intermediate.dense",
         down=f"{layer}.output.dense",
         mlp_norm=f"{layer}.output.LayerNorm",
     )
@@ -94,7 +94,7 @@ class EncoderLayer(nn.Module):
         """Declare the weights of layer `index`."""
         super().__init__()
         self.attention = EncoderAttention(config, index, names, bias)
-        self.mlp = GatedMLP(config, names) if config.gated else MLP(config, names)
+        self.mlp = MLP(config, names)
         self.norm = LayerNorm(names.mlp_norm, config.hidden_size, config.norm_eps)
 
     def forward(
@@ -144,36 +144,23 @@ class EncoderAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(act(up(x)))."""
+    """down(act(up(x))), or down(act(gate(x)) * up(x)) where there is a gate."""
 
     def __init__(self, config: "EncoderConfig", names: LayerNames) -> None:
-        """Declare both projections."""
+        """Declare the projections."""
         super().__init__()
-        size, inner = config.hidden_size, config.intermediate_size
-        self.activation = known_activation(config.activation)
-        (up,) = names.up
-        self.up = Linear(up, size, inner, bias=config.up_bias)
+        size, inner, bias = config.hidden_size, config.intermediate_size, config.up_bias
+        self.up: Projection
+        if names.gate is None:
+            self.up = Linear(names.up, size, inner, bias=bias, activation=config.activation)
+        else:
+            packed, activation = (names.gate, names.up), config.activation
+            self.up = GatedLinear(*packed, size, inner, bias=bias, activation=activation)
         self.down = Linear(names.down, inner, size, bias=config.down_bias)
 
     def forward(self, x_TC: Tensor) -> Tensor:
         """Return [T, C]."""
-        return self.down(activate(self.up(x_TC), self.activation))
-
-
-class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x))."""
-
-    def __init__(self, config: "EncoderConfig", names: LayerNames) -> None:
-        """Declare the three projections, gate and up as one."""
-        super().__init__()
-        size, inner = config.hidden_size, config.intermediate_size
-        self.activation = known_activation(config.activation)
-        self.gate_up = PackedLinear(names.up, size, [inner, inner], bias=config.up_bias)
-        self.down = Linear(names.down, inner, size, bias=config.down_bias)
-
-    def forward(self, x_TC: Tensor) -> Tensor:
-        """Return [T, C]."""
-        return self.down(gated(self.gate_up(x_TC), self.activation))
+        return self.down(self.up(x_TC))
 
 
 class WordEmbeddings(nn.Module):
@@ -204,7 +191,7 @@ class WordEmbeddings(nn.Module):
         """
         x_TC = self.words(ids_T)
         if self.types is not None:
-            x_TC = x_TC + (self.types.weight[:1] if types_T is None else self.types(types_T))
+            x_TC = x_TC + self.types(ids_T.new_zeros(1) if types_T is None else types_T)
         if self.positions is None:
             return self.norm(x_TC)
         return self.norm.add(x_TC, self.positions(rows_T))

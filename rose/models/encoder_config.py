@@ -25,8 +25,8 @@ class EncoderConfig:
 
     `max_positions` counts usable tokens. Without `rope`, positions are rows of a table of
     `stated_positions` rows; where that is more, the first rows are not used. `type_vocab_size` is
-    0 where there are no segments. `gated` says whether the MLP has a gate; the biases are those of
-    the attention's projections and of the MLP's first and last.
+    0 where there are no segments. The biases are those of the attention's projections and of the
+    MLP's first and last.
     """
 
     vocab_size: int
@@ -41,7 +41,6 @@ class EncoderConfig:
     max_positions: int
     stated_positions: int
     rope: "RopeConfig | None" = None
-    gated: bool = False
     attention_bias: bool = True
     up_bias: bool = True
     down_bias: bool = True

@@ -71,7 +71,7 @@ def layer_names(index: int) -> LayerNames:
         qkv=(f"{attention}.q", f"{attention}.k", f"{attention}.v"),
         output=f"{attention}.o",
         attention_norm=f"{layer}.attention.LayerNorm",
-        up=(f"{layer}.intermediate.dense",),
+        up=f"{layer}.intermediate.dense",
         down=f"{layer}.output.dense",
         mlp_norm=f"{layer}.output.LayerNorm",
     )

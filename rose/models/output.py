@@ -1,8 +1,11 @@
-"""The last steps from a vector to an answer, in one fixed order: cut, normalise, quantise.
+"""The last steps from the model's output to an answer, on the host.
 
-All in float32 on the host. Shape letters: B sequences, D channels of the vector.
+Vectors: cut, normalise, quantise, in this order and in float32. Scores: an activation, in float64,
+so that great scores keep their order. Shape letters: B sequences, D channels of the vector, L
+labels.
 """
 
+import math
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -117,4 +120,45 @@ QUANTIZERS: "dict[str, Callable[[NDArray[np.float32]], NDArray[Any]]]" = {
     "uint8": _uint8,
     "binary": _binary,
     "ubinary": _ubinary,
+}
+
+
+def activate_scores(raw_BL: "ArrayLike", activation: str) -> "NDArray[np.float64]":
+    """Apply the activation of a card to raw scores.
+
+    Args:
+        raw_BL: what the model computed, float32 [B, L]. It is not changed.
+        activation: one of `ACTIVATIONS`.
+
+    Returns:
+        [B, L]. Raw scores that differ give different results up to about 36 for "sigmoid".
+    """
+    return ACTIVATIONS[activation](np.asarray(raw_BL, dtype=np.float64))
+
+
+def probabilities(raw_BL: "ArrayLike", how: str) -> "NDArray[np.float64]":
+    """Turn raw scores into probabilities: "sigmoid" of each label, "softmax" over all."""
+    raw = np.asarray(raw_BL, dtype=np.float64)
+    if how == "sigmoid":
+        return _sigmoid(raw)
+    exponential = np.exp(raw - raw.max(axis=-1, keepdims=True))
+    return exponential / exponential.sum(axis=-1, keepdims=True)
+
+
+def _sigmoid(x: "NDArray[np.float64]") -> "NDArray[np.float64]":
+    small = np.exp(-np.abs(x))  # never overflows
+    return np.where(x >= 0, 1, small) / (1 + small)
+
+
+def _gelu(x: "NDArray[np.float64]") -> "NDArray[np.float64]":
+    return x * (1 + np.vectorize(math.erf, otypes=[float])(x / math.sqrt(2))) / 2
+
+
+ACTIVATIONS: "dict[str, Callable[[NDArray[np.float64]], NDArray[np.float64]]]" = {
+    "gelu": _gelu,
+    "identity": lambda x: x,
+    "relu": lambda x: np.maximum(x, 0),
+    "sigmoid": _sigmoid,
+    "silu": lambda x: x * _sigmoid(x),
+    "tanh": np.tanh,
 }
