@@ -22,7 +22,10 @@ from torch import Tensor
 from rose.kernels.attention.base import AttentionBackend, PagedLayout
 from rose.models.backbone import Backbone
 from rose.models.batch import TokenBatch
+from rose.runtime.decode_graphs import DecodeForward
+from rose.runtime.device import upload
 from rose.runtime.errors import NonFiniteError, RequestError
+from rose.runtime.graphs import Capturer, GraphCache, GraphPolicy
 from rose.runtime.kv_pool import allocate_pages
 from rose.runtime.lazy import LazyTensor
 from rose.runtime.sampler import Sampler, token_logprobs
@@ -71,7 +74,7 @@ class StepResult:
 
 
 class _PromptRows(NamedTuple):
-    """Prompt positions of one row whose log-probabilities are wanted."""
+    """Prompt positions of one row whose log-probabilities are wanted: few enough for one go."""
 
     row: int
     first: int  # index among the step's tokens
@@ -94,6 +97,11 @@ class _Step:
     sampling: SamplingBatch | None
     prompts: list[_PromptRows]
     scrub: list[int] = field(default_factory=list)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every sequence has one new token, as a graph needs it."""
+        return len(self.input_ids) == self.num_rows
 
 
 class DecodeRuntime:
@@ -143,6 +151,44 @@ class DecodeRuntime:
             model.backbone.attention_specs, num_pages, page_size, dtype, self._device
         )
         self._last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=self._device)
+        self._graphs: GraphCache[_Step, Tensor] | None = None
+
+    @property
+    def graphs(self) -> GraphCache[_Step, Tensor] | None:
+        """The graph cache, None where all steps run eagerly."""
+        return self._graphs
+
+    def use_graphs(self, capturer: Capturer, policy: GraphPolicy, max_len: int) -> None:
+        """Run steps of one token per sequence as device graphs from now on.
+
+        Args:
+            capturer: makes the graphs.
+            policy: their limits; `max_tokens` are sequences.
+            max_len: tokens of the longest sequence.
+        """
+        forward = DecodeForward(
+            backbone=self._model.backbone,
+            backend=self._backend,
+            pages=self._pages,
+            max_pages=-(-max_len // self.page_size),
+            dtype=self._pages.keys[0].dtype,
+            device=self._device,
+            eager=self._forward,
+            carry=self._carry,
+        )
+        self._graphs = GraphCache(forward, capturer, policy)
+
+    def warm_up(self, sizes: Iterable[int]) -> None:
+        """Run steps of so many made-up sequences, until their graphs are captured if there are any.
+
+        They lie in page 0, which is there for padding.
+        """
+        steps = [_padding_step(size) for size in sizes]
+        if self._graphs is None:
+            self._worker.launch(lambda: [self._forward(step) for step in steps], len).result()
+        else:
+            graphs = self._graphs
+            self._worker.submit(lambda: graphs.warmup(steps)).result()
 
     def start(self, sequence: Sequence) -> None:
         """Prepare a sequence for sampling, before its first step."""
@@ -161,7 +207,9 @@ class DecodeRuntime:
     def step(self, plan: StepPlan) -> LazyTensor[StepResult]:
         """Launch a step and return at once."""
         step = self._prepare(plan)
-        return self._worker.submit(lambda: self._run(step))
+        return self._worker.launch(
+            lambda: self._launch(step), lambda outputs: self._read(step, outputs)
+        )
 
     def _prepare(self, plan: StepPlan) -> _Step:
         """Turn a plan into the tensors of a step, all at once."""
@@ -191,7 +239,7 @@ class DecodeRuntime:
             sampled_rows=[i for i, _ in sampled],
             states=[row.sequence.sampling for _, row in sampled],
             sampling=self._plan_sampling([row for _, row in sampled]),
-            prompts=_prompt_rows(rows, ends),
+            prompts=_prompt_rows(rows, ends, max(1, LOGITS_BYTES // (4 * self.vocab_size))),
             scrub=plan.scrub,
         )
 
@@ -205,16 +253,17 @@ class DecodeRuntime:
             {i: grammar.mask() for i, grammar in grammars.items() if grammar is not None},
         )
 
-    def _run(self, step: _Step) -> StepResult:
+    def _launch(self, step: _Step) -> list[Tensor]:
+        """Launch a step; return what the host has to see, in the order in which `_read` takes it.
+
+        Three tensors of log-probabilities per entry of `prompts`, then the sampled tokens.
+        """
         self._scrub(step.scrub)
-        result = StepResult(
-            tokens=[None] * step.num_rows,
-            logprobs=[None] * step.num_rows,
-            prompt_logprobs=[[] for _ in range(step.num_rows)],
-        )
-        hidden_TC = self._forward(step)
-        for prompt in step.prompts:
-            self._add_prompt_logprobs(result, prompt, hidden_TC)
+        if self._graphs is not None and step.is_decode:
+            hidden_TC = self._graphs.run(step)
+        else:
+            hidden_TC = self._forward(step)
+        outputs = [part for prompt in step.prompts for part in self._logprobs(prompt, hidden_TC)]
         if step.sampled is not None and step.sampling is not None:
             sampled_2S = self._put(step.sampled)
             hidden_SC = hidden_TC
@@ -222,16 +271,27 @@ class DecodeRuntime:
                 hidden_SC = hidden_TC.index_select(0, sampled_2S[0])
             tokens = self._sampler.sample(self._model.logits(hidden_SC), step.sampling)
             self._last_tokens.index_copy_(0, sampled_2S[1], tokens.token_ids)
-            sampled = unpack(tokens.packed.cpu().numpy(), step.states)
-            _add_tokens(result, step.sampled_rows, sampled)
+            outputs.append(tokens.packed)
+        return outputs
+
+    def _read(self, step: _Step, outputs: SequenceOf[Tensor]) -> StepResult:
+        """Make the result of a step's outputs once they are on the host."""
+        result = StepResult(
+            tokens=[None] * step.num_rows,
+            logprobs=[None] * step.num_rows,
+            prompt_logprobs=[[] for _ in range(step.num_rows)],
+        )
+        arrived = iter(outputs)
+        for prompt in step.prompts:
+            _add_prompt_logprobs(result, prompt, [next(arrived).tolist() for _ in range(3)])
+        if step.sampling is not None:
+            _add_tokens(result, step.sampled_rows, unpack(next(arrived).numpy(), step.states))
         return result
 
     def _forward(self, step: _Step) -> Tensor:
         """Compute the hidden states [T, C] of the step's tokens."""
         input_ids = self._put(step.input_ids)
-        if step.carried is not None:
-            index_N, slots_N = self._put(step.carried)
-            input_ids.index_copy_(0, index_N, self._last_tokens.index_select(0, slots_N))
+        self._carry(step, input_ids)
         layout = PagedLayout(
             self._put(step.layout.cu_seqlens_q),
             step.layout.query_lens,
@@ -242,23 +302,17 @@ class DecodeRuntime:
         attention = self._backend.plan_paged(layout, self._pages)
         return self._model.backbone(TokenBatch(input_ids, self._put(step.positions), attention))
 
-    def _add_prompt_logprobs(
-        self, result: StepResult, prompt: _PromptRows, hidden_TC: Tensor
-    ) -> None:
-        """Compute log-probabilities of a prompt's tokens, in chunks of bounded size."""
-        size = max(1, LOGITS_BYTES // (4 * self.vocab_size))
-        entries: list[TokenLogprob] = []
-        for start in range(0, len(prompt.next_ids), size):
-            ids = prompt.next_ids[start : start + size]
-            first = prompt.first + start
-            logits_RV = self._model.logits(hidden_TC[first : first + len(ids)])
-            next_ids_R = self._put(torch.tensor(ids))
-            parts = token_logprobs(logits_RV, next_ids_R, prompt.top_n)
-            chosen, top_ids, top = (part.tolist() for part in parts)
-            entries += map(TokenLogprob, ids, (c[0] for c in chosen), top_ids, top)
-        if any(math.isnan(entry.logprob) for entry in entries):
-            result.tokens[prompt.row] = NonFiniteError("the logits of the prompt are not finite")
-        result.prompt_logprobs[prompt.row] = entries
+    def _carry(self, step: _Step, input_ids: Tensor) -> None:
+        """Fill in the tokens of steps before, which only the device knows."""
+        if step.carried is not None:
+            index_N, slots_N = self._put(step.carried)
+            input_ids.index_copy_(0, index_N, self._last_tokens.index_select(0, slots_N))
+
+    def _logprobs(self, prompt: _PromptRows, hidden_TC: Tensor) -> tuple[Tensor, ...]:
+        logits_RV = self._model.logits(
+            hidden_TC[prompt.first : prompt.first + len(prompt.next_ids)]
+        )
+        return token_logprobs(logits_RV, self._put(torch.tensor(prompt.next_ids)), prompt.top_n)
 
     def _scrub(self, pages: list[int]) -> None:
         if pages:
@@ -267,7 +321,7 @@ class DecodeRuntime:
                 tensor.index_fill_(0, index, 0)
 
     def _put(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device, non_blocking=True)
+        return upload(tensor, self._device)
 
 
 def _block_table(rows: list[PlanRow]) -> npt.NDArray[np.int32]:
@@ -294,16 +348,58 @@ def _places(rows: list[tuple[int, PlanRow]], ends: npt.NDArray[np.int64]) -> Ten
     return torch.tensor([[int(ends[i]) - 1 for i, _ in rows], slots])
 
 
-def _prompt_rows(rows: list[PlanRow], ends: npt.NDArray[np.int64]) -> list[_PromptRows]:
+def _padding_step(size: int) -> _Step:
+    """A step of one token per sequence in which nothing is real."""
+    zeros = torch.zeros(size, dtype=torch.int64)
+    layout = PagedLayout(
+        cu_seqlens_q=torch.arange(size + 1, dtype=torch.int32),
+        query_lens=(1,) * size,
+        kv_lens=(1,) * size,
+        block_table=torch.zeros(size, 1, dtype=torch.int32),
+        slot_mapping=zeros,
+    )
+    return _Step(
+        num_rows=size,
+        input_ids=zeros,
+        positions=zeros,
+        layout=layout,
+        carried=None,
+        sampled=None,
+        sampled_rows=[],
+        states=[],
+        sampling=None,
+        prompts=[],
+    )
+
+
+def _prompt_rows(
+    rows: list[PlanRow], ends: npt.NDArray[np.int64], at_most: int
+) -> list[_PromptRows]:
+    """What is wanted of the prompts, cut into runs of `at_most` positions."""
     prompts = []
     for index, row in enumerate(rows):
         wanted = row.prompt_rows
-        if wanted:
-            ids = row.sequence.token_ids[wanted.start + 1 : wanted.stop + 1]
-            first = int(ends[index]) - row.num_tokens + wanted.start - row.start
+        for start in range(wanted.start, wanted.stop, at_most):
+            stop = min(start + at_most, wanted.stop)
+            ids = row.sequence.token_ids[start + 1 : stop + 1]
+            first = int(ends[index]) - row.num_tokens + start - row.start
             top_n = row.sequence.params.prompt_logprobs or 0
             prompts.append(_PromptRows(index, first, ids, top_n))
     return prompts
+
+
+def _add_prompt_logprobs(
+    result: StepResult, prompt: _PromptRows, parts: list[list[list[float]]]
+) -> None:
+    """Add what `token_logprobs` found for some positions of a prompt."""
+    chosen, top_ids, top = parts
+    entries = [
+        TokenLogprob(token_id, value[0], [int(i) for i in ids], values)
+        for token_id, value, ids, values in zip(prompt.next_ids, chosen, top_ids, top, strict=True)
+    ]
+    if any(math.isnan(entry.logprob) for entry in entries):
+        result.tokens[prompt.row] = NonFiniteError("the logits of the prompt are not finite")
+    result.prompt_logprobs[prompt.row] += entries
 
 
 def _add_tokens(result: StepResult, rows: list[int], sampled: list[SampledRow]) -> None:

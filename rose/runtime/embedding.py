@@ -17,8 +17,11 @@ from torch import Tensor
 from rose.kernels.attention.base import AttentionBackend, RaggedLayout
 from rose.models.batch import TokenBatch
 from rose.models.embedding import EmbeddingModel
+from rose.runtime.device import upload
+from rose.runtime.graphs import BatchTime, Capturer, GraphCache, GraphPolicy, WarmupShape
 from rose.runtime.lazy import LazyTensor
 from rose.runtime.queue import IntArray, JobSlice
+from rose.runtime.ragged_graphs import RaggedForward
 from rose.runtime.worker import DeviceWorker
 
 log = logging.getLogger(__name__)
@@ -59,6 +62,12 @@ class EmbedBatch:
         places = np.arange(len(self.ids)) + np.repeat(starts - new_starts, lengths)
         return EmbedBatch(self.ids[places], lengths, self.pool_from[order])
 
+    @classmethod
+    def of_equal(cls, count: int, length: int, vocab_size: int) -> "EmbedBatch":
+        """Make up `count` texts of `length` tokens, the same whenever asked."""
+        ids = np.random.default_rng(0).integers(0, vocab_size, count * length, dtype=np.int32)
+        return cls(ids, np.full(count, length, np.int32), np.zeros(count, np.int32))
+
     def singles(self) -> "list[EmbedBatch]":
         """Return one batch per text."""
         starts = np.concatenate(([0], np.cumsum(self.lengths)))
@@ -90,6 +99,23 @@ class EmbeddingRuntime:
         self._worker = worker
         self._device = torch.device(device)
         self._deterministic = deterministic
+        self._graphs: GraphCache[EmbedBatch, Tensor] | None = None
+
+    @property
+    def graphs(self) -> GraphCache[EmbedBatch, Tensor] | None:
+        """The graph cache, None where all batches run eagerly."""
+        return self._graphs
+
+    def use_graphs(self, capturer: Capturer, policy: GraphPolicy) -> None:
+        """Run batches as device graphs from now on, within the limits of `policy`.
+
+        A graph and an eager run differ in the last bits, so a deterministic runtime has none.
+        """
+        assert not self._deterministic
+        forward = RaggedForward(
+            self._model, self._backend, self._device, self._forward, policy.min_pad
+        )
+        self._graphs = GraphCache(forward, capturer, policy)
 
     def step(self, batch: EmbedBatch) -> LazyTensor[Tensor]:
         """Launch a batch and return at once.
@@ -97,7 +123,39 @@ class EmbeddingRuntime:
         The result is float32 [B, D] on the host: pooled and passed through the checkpoint's
         modules, before cutting, normalisation and quantisation.
         """
-        return self._worker.submit(lambda: self._run(batch))
+        return self._worker.launch(
+            lambda: [self._run(batch)], lambda outputs: self._finish(batch, outputs[0])
+        )
+
+    def warm_up(self, shapes: Sequence[WarmupShape], vocab_size: int) -> None:
+        """Run made-up batches of these shapes, until their graphs are captured if there are any."""
+        batches = [
+            EmbedBatch.of_equal(shape.sequences, shape.tokens, vocab_size)
+            for shape in shapes
+            if shape.tokens is not None
+        ]
+        if self._graphs is not None:
+            graphs = self._graphs
+            self._worker.submit(lambda: graphs.warmup(batches)).result()
+            return
+        for batch in batches:
+            self.step(batch).result()
+
+    def time_batch(self, tokens: int, max_len: int, vocab_size: int) -> BatchTime:
+        """Run a batch eagerly and alone, and say how long its launches and its work take."""
+        device = self._worker.device
+        length = min(tokens, max_len)
+        batch = EmbedBatch.of_equal(max(1, tokens // length), length, vocab_size)
+
+        def run() -> BatchTime:
+            began = time.perf_counter()
+            self._forward(batch)
+            launched = time.perf_counter() - began
+            if device is not None:
+                device.event().wait()
+            return BatchTime(launched, time.perf_counter() - began)
+
+        return self._worker.submit(run).result()
 
     def measure_saturation(self, max_len: int, vocab_size: int) -> int:
         """Find the batch size, in tokens, from which larger batches hardly gain throughput.
@@ -123,8 +181,7 @@ class EmbeddingRuntime:
         """Return the seconds of the faster of two runs of a batch of equal texts."""
         length = min(128, max_len)
         count = max(1, tokens // length)
-        ids = np.random.default_rng(0).integers(0, vocab_size, count * length, dtype=np.int32)
-        batch = EmbedBatch(ids, np.full(count, length, np.int32), np.zeros(count, np.int32))
+        batch = EmbedBatch.of_equal(count, length, vocab_size)
         times = []
         for _ in range(2):
             began = time.perf_counter()
@@ -133,28 +190,37 @@ class EmbeddingRuntime:
         return min(times) * tokens / (count * length)
 
     def _run(self, batch: EmbedBatch) -> Tensor:
+        """Launch a batch; its rows are in the order of `_order`."""
         if self._deterministic and len(batch.lengths) > 1:
             return torch.cat([self._forward(single) for single in batch.singles()])
-        if len(batch.lengths) == 1:
-            return self._forward(batch)
-        order = np.argsort(
-            batch.lengths, kind="stable"
-        )  # equal lengths are attended without copies
-        return self._forward(batch.take(order))[torch.from_numpy(np.argsort(order))]
+        if len(batch.lengths) > 1:
+            batch = batch.take(_order(batch))
+        return self._forward(batch) if self._graphs is None else self._graphs.run(batch)
+
+    def _finish(self, batch: EmbedBatch, vectors_BD: Tensor) -> Tensor:
+        """Copy the rows, on the host, into the order of the texts."""
+        if self._deterministic or len(batch.lengths) == 1:
+            return vectors_BD.clone()
+        return vectors_BD[torch.from_numpy(np.argsort(_order(batch)))]
 
     def _forward(self, batch: EmbedBatch) -> Tensor:
         ends = np.cumsum(batch.lengths, dtype=np.int64)
         starts = ends - batch.lengths
         positions = np.arange(len(batch.ids)) - np.repeat(starts, batch.lengths)
-        cu_seqlens = self._to_device(np.concatenate(([0], ends)).astype(np.int32))
+        cu_seqlens = self._upload(np.concatenate(([0], ends)).astype(np.int32))
         layout = RaggedLayout(cu_seqlens, tuple(batch.lengths.tolist()))
         tokens = TokenBatch(
-            input_ids=self._to_device(batch.ids.astype(np.int64)),
-            positions=self._to_device(positions),
+            input_ids=self._upload(batch.ids.astype(np.int64)),
+            positions=self._upload(positions),
             attention=self._backend.plan_ragged(layout),
         )
-        pool_from = self._to_device(batch.pool_from) if batch.pool_from.any() else None
-        return self._model(tokens, cu_seqlens, pool_from).to("cpu")
+        pool_from = self._upload(batch.pool_from) if batch.pool_from.any() else None
+        return self._model(tokens, cu_seqlens, pool_from)
 
-    def _to_device(self, array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+    def _upload(self, array: npt.NDArray[Any]) -> Tensor:
+        return upload(torch.from_numpy(array), self._device)
+
+
+def _order(batch: EmbedBatch) -> npt.NDArray[np.int64]:
+    """Shortest first: equal lengths, side by side, are attended without copies."""
+    return np.argsort(batch.lengths, kind="stable")
