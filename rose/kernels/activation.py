@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rose.kernels.dispatch import operation
 from rose.kernels.registry import Registry
 
 Activation = Callable[[Tensor], Tensor]
@@ -85,6 +86,7 @@ def activate(x: Tensor, name: str) -> Tensor:
     return ACTIVATIONS.load(name)(x)
 
 
+@operation
 def gated(x_T2I: Tensor, name: str) -> Tensor:
     """Return act(gate) * up, where gate and up are the first and the second half of the channels.
 

@@ -7,7 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rose.kernels.dispatch import operation
 
+
+@operation
 def rms_norm(x_TC: Tensor, weight_C: Tensor, eps: float, *, weight_offset: float = 0.0) -> Tensor:
     """Divide by the root mean square and scale.
 
@@ -39,6 +42,7 @@ def _inverse_rms(x_TC: Tensor, eps: float) -> Tensor:
     return length.square_().div_(x_TC.shape[-1]).add_(eps).rsqrt_()
 
 
+@operation
 def add_rms_norm(
     x_TC: Tensor, residual_TC: Tensor, weight_C: Tensor, eps: float, *, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
@@ -47,11 +51,13 @@ def add_rms_norm(
     return rms_norm(total_TC, weight_C, eps, weight_offset=weight_offset), total_TC
 
 
+@operation
 def layer_norm(x_TC: Tensor, weight_C: Tensor, bias_C: Tensor | None, eps: float) -> Tensor:
     """Subtract the mean, divide by the standard deviation, scale and shift (bias may be None)."""
     return F.layer_norm(x_TC, weight_C.shape, weight_C, bias_C, eps)
 
 
+@operation
 def add_layer_norm(
     x_TC: Tensor, residual_TC: Tensor, weight_C: Tensor, bias_C: Tensor | None, eps: float
 ) -> Tensor:
@@ -63,6 +69,7 @@ def add_layer_norm(
     return layer_norm(x_TC + residual_TC, weight_C, bias_C, eps)
 
 
+@operation
 def add_layer_norm_with_sum(
     x_TC: Tensor, residual_TC: Tensor, weight_C: Tensor, bias_C: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,8 @@ from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
     from torch import Tensor
 
@@ -171,6 +173,11 @@ class AttentionBackend(ABC):
         """Say why this back end cannot serve a layer whose keys and values lie in pages."""
         assert page_size > 0
         return self.unsupported(spec, dtype, device)
+
+    def prepare(  # noqa: B027 - most need nothing
+        self, specs: "Sequence[AttentionSpec]", dtype: "torch.dtype", *, paged: bool
+    ) -> None:
+        """Build what these layers need, which takes minutes with some libraries; may do nothing."""
 
     @abstractmethod
     def plan_ragged(self, layout: RaggedLayout) -> AttentionBatch:
