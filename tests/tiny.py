@@ -15,10 +15,16 @@ from transformers import (
     BertModel,
     DistilBertConfig,
     DistilBertModel,
+    GteConfig,
+    GteModel,
     LlamaConfig,
     LlamaForCausalLM,
+    ModernBertConfig,
+    ModernBertModel,
     MPNetConfig,
     MPNetModel,
+    NomicBertConfig,
+    NomicBertModel,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -56,7 +62,10 @@ Classes = tuple[type[PretrainedConfig], type[PreTrainedModel]]
 ENCODERS: dict[str, Classes] = {
     "bert": (BertConfig, BertModel),
     "distilbert": (DistilBertConfig, DistilBertModel),
+    "gte": (GteConfig, GteModel),
+    "modernbert": (ModernBertConfig, ModernBertModel),
     "mpnet": (MPNetConfig, MPNetModel),
+    "nomic_bert": (NomicBertConfig, NomicBertModel),
     "roberta": (RobertaConfig, RobertaModel),
     "xlm-roberta": (XLMRobertaConfig, XLMRobertaModel),
 }
@@ -150,6 +159,9 @@ def encoder_config(kind: str, **overrides: object) -> PretrainedConfig:
     }
     if kind == "distilbert":
         settings["hidden_dim"] = settings.pop("intermediate_size")
+    if kind == "modernbert":
+        ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
+        settings |= {"local_attention": 8, "cls_token_id": 0, "sep_token_id": 0, **ids}
     return ENCODERS[kind][0](**(settings | overrides))
 
 
@@ -164,7 +176,7 @@ def save_encoder(
         "classifier": AutoModelForSequenceClassification.from_config,
     }[head]
     spread(build(config), seed).save_pretrained(path)
-    is_bert = kind in ("bert", "distilbert")
+    is_bert = kind in ("bert", "distilbert", "modernbert", "nomic_bert")
     (bert_tokenizer() if is_bert else roberta_tokenizer()).save_pretrained(path)
     return path
 
@@ -256,6 +268,11 @@ def edit_json(path: Path, **changes: object) -> None:
     values = json.loads(path.read_text()) if path.exists() else {}
     values = {key: value for key, value in (values | changes).items() if value is not ...}
     path.write_text(json.dumps(values))
+
+
+def tensors(folder: Path) -> list[str]:
+    """Name the tensors of a folder's model.safetensors."""
+    return list(load_file(folder / "model.safetensors"))
 
 
 def edit_tensors(folder: Path, change: "object") -> None:

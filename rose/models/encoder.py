@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from rose.kernels.attention.base import AttentionSpec
 from rose.kernels.rope import apply_rope
 from rose.models.layers import Embedding, GatedLinear, LayerNorm, Linear, PackedLinear, Projection
+from rose.models.rotary import RotaryEmbedding
 
 if TYPE_CHECKING:
     from rose.kernels.attention.base import AttentionBatch, PositionBias
@@ -79,6 +80,27 @@ class Encoder(nn.Module):
         for layer in self.layers:
             x_TC = layer(x_TC, batch.attention, rotation)
         return x_TC
+
+
+class RotaryEncoder(Encoder):
+    """An encoder that knows positions by rotation alone; its output is the last layer's."""
+
+    def __init__(
+        self,
+        config: "EncoderConfig",
+        names: Callable[[int], LayerNames],
+        norm: str = "embeddings.LayerNorm",
+    ) -> None:
+        """Declare all weights of `config`; `norm` is the name of the embeddings'."""
+        super().__init__(config, names)
+        assert config.rope is not None
+        self.embeddings = WordEmbeddings(config, norm)
+        self.rope = RotaryEmbedding(config.rope)
+
+    def forward(self, batch: "TokenBatch") -> Tensor:
+        """Return hidden states [T, C]."""
+        x_TC = self.embeddings(batch.input_ids, batch.positions, batch.token_type_ids)
+        return self.encode(x_TC, batch, self.rope(batch.positions))
 
 
 class EncoderLayer(nn.Module):

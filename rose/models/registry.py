@@ -8,8 +8,11 @@ ARCHITECTURES: Registry[Architecture] = Registry(
     {
         "bert": "rose.models.bert_config:BERT",
         "distilbert": "rose.models.distilbert_config:DISTILBERT",
+        "gte": "rose.models.gte_config:GTE",
         "llama": "rose.models.decoder_config:LLAMA",
+        "modernbert": "rose.models.modernbert_config:MODERNBERT",
         "mpnet": "rose.models.mpnet_config:MPNET",
+        "nomic_bert": "rose.models.nomic_bert_config:NOMIC_BERT",
         "qwen2": "rose.models.decoder_config:QWEN2",
         "qwen3": "rose.models.decoder_config:QWEN3",
         "roberta": "rose.models.roberta_config:ROBERTA",
