@@ -12,22 +12,30 @@ def convert(
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     tokenizer_from: Annotated[
         Path | None,
-        typer.Option(help="Folder whose tokenizer.json to take, for SentencePiece models."),
+        typer.Option(
+            help="Folder whose tokenizer.json to take, for SentencePiece models.",
+            show_default="the file's own vocabulary",
+        ),
     ] = None,
 ) -> None:
     """Turn a GGUF file into a model folder: weights, config, tokenizer, chat template.
 
     Example: rose convert SmolLM2.Q4_1.gguf models/SmolLM2
     """
+    from rich.console import Console
     from rich.progress import Progress
 
     from rose.models.gguf import convert_gguf
 
-    with Progress(transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(transient=True, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("converting", total=None)
 
         def show(done: int, total: int, what: str) -> None:
             bar.update(task, completed=done, total=total, description=what)
 
-        convert_gguf(source, out, dtype, show, tokenizer_from=tokenizer_from)
+        try:
+            convert_gguf(source, out, dtype, show, tokenizer_from=tokenizer_from)
+        except ImportError as error:  # of the extra that reads GGUF files
+            raise ValueError(str(error)) from error
     typer.echo(f"wrote {out}")
