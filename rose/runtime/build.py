@@ -8,8 +8,8 @@ from importlib.util import find_spec
 import torch
 from msgspec.structs import replace
 
-from rose.kernels.attention import BACKENDS
-from rose.kernels.attention.base import AttentionBackend, AttentionSpec
+from rose.kernels.attention.base import AttentionBackend
+from rose.kernels.attention.choice import choose
 from rose.models.card import ModelCard
 from rose.models.layers import prepare
 from rose.models.loader import LoadedModel, load
@@ -99,21 +99,15 @@ def build(options: ModelOptions) -> ServedModel:
     for model in (loaded.lm, loaded.embedding):
         if model is not None:
             prepare(model)
-    backend = choose_backend(
-        options.attention,
-        loaded.backbone.attention_specs,
-        loaded.dtype,
-        loaded.device,
-    )
     if loaded.device.type == "cpu":
         keep_freed_memory()
     worker = DeviceWorker(device)
-    generation = _generation(loaded, backend, worker, options)
+    generation = _generation(loaded, worker, options)
     served = ServedModel(
         loaded=loaded,
         card=_complete_card(loaded.card, generation),
         worker=worker,
-        embedding=_embedding_runtime(loaded, backend, worker, options),
+        embedding=_embedding_runtime(loaded, worker, options),
         generation=generation,
     )
     if served.embedding:
@@ -123,34 +117,21 @@ def build(options: ModelOptions) -> ServedModel:
     return served
 
 
-def choose_backend(
-    name: str, specs: list[AttentionSpec], dtype: torch.dtype, device: torch.device
+def _choose_backend(
+    loaded: LoadedModel, options: ModelOptions, page_size: int | None
 ) -> AttentionBackend:
-    """Return the back end `name`, or with "auto" the first that can serve all layers.
-
-    Raises:
-        ValueError: it cannot serve a layer; the message gives the reasons.
-    """
-    names = list(BACKENDS) if name == "auto" else [name]
-    refusals = []
-    for candidate in names:
-        backend = BACKENDS.load(candidate)()
-        reasons = {r for spec in specs for r in backend.unsupported(spec, dtype, device)}
-        if not reasons:
-            log.info("attention back end: %s", candidate)
-            return backend
-        refusals.append(f"{candidate}: {'; '.join(sorted(reasons))}")
-    raise ValueError(f"no attention back end can serve this model. {' | '.join(refusals)}")
+    specs = loaded.backbone.attention_specs
+    return choose(options.attention, specs, loaded.dtype, loaded.device, page_size)
 
 
 def _embedding_runtime(
-    loaded: LoadedModel, backend: AttentionBackend, worker: DeviceWorker, options: ModelOptions
+    loaded: LoadedModel, worker: DeviceWorker, options: ModelOptions
 ) -> EmbeddingRuntime | None:
     if loaded.embedding is None:
         return None
     return EmbeddingRuntime(
         loaded.embedding,
-        backend,
+        _choose_backend(loaded, options, None),
         worker,
         device=loaded.device,
         deterministic=options.deterministic,
@@ -158,7 +139,7 @@ def _embedding_runtime(
 
 
 def _generation(
-    loaded: LoadedModel, backend: AttentionBackend, worker: DeviceWorker, options: ModelOptions
+    loaded: LoadedModel, worker: DeviceWorker, options: ModelOptions
 ) -> Generation | None:
     facts = loaded.card.generation
     if loaded.lm is None or facts is None:
@@ -183,7 +164,7 @@ def _generation(
     )
     runtime = DecodeRuntime(
         loaded.lm,
-        backend,
+        _choose_backend(loaded, options, PAGE_SIZE),
         worker,
         num_pages=num_pages,
         num_slots=scheduler.num_slots,
