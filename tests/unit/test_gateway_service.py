@@ -337,6 +337,8 @@ def test_metrics(http):
         'rose_tokenize_seconds_count{model="stub"} 2.0',
         'rose_model_ready{model="stub"} 1.0',
         'rose_engine_steps_total{model="stub"} 7.0',
+        'rose_engine_kv_pages_used{model="stub"} 0.0',
+        'rose_engine_preemptions_total{model="stub"} 0.0',
         "rose_requests_in_flight 1.0",
     ):
         assert line in lines

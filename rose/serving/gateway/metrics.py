@@ -19,6 +19,12 @@ _ENGINE_NUMBERS: dict[str, tuple[type[GaugeMetricFamily] | type[CounterMetricFam
     "tokens_queued": (GaugeMetricFamily, "Tokens in the queue."),
     "steps": (CounterMetricFamily, "Batches computed."),
     "tokens": (CounterMetricFamily, "Tokens computed."),
+    "sequences_running": (GaugeMetricFamily, "Sequences being generated."),
+    "sequences_waiting": (GaugeMetricFamily, "Sequences that wait for pages or a place."),
+    "kv_pages_used": (GaugeMetricFamily, "KV pages that sequences hold."),
+    "kv_pages_total": (GaugeMetricFamily, "KV pages that there are."),
+    "prefix_hit_tokens": (CounterMetricFamily, "Prompt tokens found in the prefix cache."),
+    "preemptions": (CounterMetricFamily, "Sequences that gave up their pages for a while."),
 }
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
