@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -51,11 +50,11 @@ def embed_by_transformers(path: Path, max_len: int) -> Embed:
     return embed
 
 
-def causal_lm(path: Path) -> Any:  # noqa: ANN401 - transformers' classes are built at run time
+def causal_lm(path: Path) -> transformers.PreTrainedModel:
     """Load a causal language model in float32; its end tokens end nothing."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     model.generation_config = transformers.GenerationConfig(pad_token_id=0)
-    return model
+    return model.eval()
 
 
 def linear_shapes(model: torch.nn.Module) -> list[tuple[int, int]]:

@@ -142,3 +142,11 @@ def _role(process: psutil.Process) -> str:
             name = words[words.index("--name") + 1] if "--name" in words else ""
             return f"{role} {name}".strip()
     return "supervisor" if "serve" in words else f"process {process.pid}"
+
+
+def open_files(pid: int | None) -> dict[str, int]:
+    """How many files and sockets each process of a tree has open."""
+    if pid is None:
+        return {}
+    root = psutil.Process(pid)
+    return {_role(process): process.num_fds() for process in [root, *root.children(recursive=True)]}
