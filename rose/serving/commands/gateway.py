@@ -46,4 +46,5 @@ def gateway(
         request_timeout_s=request_timeout,
     )
     listener = listen(host, port) if listen_fd is None else socket.socket(fileno=listen_fd)
-    run_gateway(engines, settings, listener)
+    with listener:
+        run_gateway(engines, settings, listener)
