@@ -85,6 +85,11 @@ class EmbedQueue:
         return sum(len(lane) for lane in self._lanes.values())
 
     @property
+    def untouched(self) -> int:
+        """Jobs of which no batch has taken a text yet."""
+        return sum(len(lane) - bool(lane and lane[0].taken) for lane in self._lanes.values())
+
+    @property
     def tokens(self) -> int:
         """Tokens that wait."""
         return self._tokens

@@ -1,18 +1,18 @@
 """The gateway's end of the wire: an asyncio client of one engine. Free of torch.
 
 The client says hello whenever a connection comes up, pings while it stands, and fails what is
-under way the moment the connection breaks or the engine has been silent for too long.
+under way the moment the connection breaks or the engine leaves several pings unanswered.
 """
 
 import asyncio
 import itertools
 import logging
+import math
 import os
 import time
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any, cast
+from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import zmq
@@ -39,12 +39,13 @@ from rose.serving.protocol import (
     TokensDelta,
     Welcome,
 )
-from rose.serving.transport import check_address, make_dealer
+from rose.serving.stats import LastingStats
+from rose.serving.transport import check_peer, make_dealer, received, send_now
 
 log = logging.getLogger(__name__)
 
 PING_INTERVAL_S = 1.0
-SILENCE_LIMIT_S = 5.0
+MAX_SILENT_PINGS = 5
 
 NUMPY_DTYPES: dict[OutputDtype, str] = {
     "float32": "<f4",
@@ -67,19 +68,20 @@ class EngineClient:
         Raises:
             AddressError: the address cannot be used.
         """
-        self.address = check_address(address)
-        self.stats = Stats()
+        self.address = check_peer(address)
         self._card: ModelCard | None = None
         self._tokenizer_json = b""
+        self._stats = LastingStats()
         self._unready_reason: str | None = "connecting to the engine"
         self._became_ready = asyncio.Event()
         self._pending: dict[int, asyncio.Future[Answer]] = {}
         self._streams: dict[int, asyncio.Queue[TokensDelta | EngineError]] = {}
         self._request_ids = itertools.count(1)
-        self._last_heard = time.monotonic()
+        self._silent_pings = 0
+        self._greeted = -math.inf  # when the last hello was sent, on the monotonic clock
         self._connected = False
         self._closing = False
-        self._socket = make_dealer(context)
+        self._socket = make_dealer(context, self.address)
         self._tasks: list[asyncio.Task[None]] = []
 
     # State
@@ -104,6 +106,11 @@ class EngineClient:
         """The model's tokenizer, as its checkpoint has it."""
         return self._tokenizer_json
 
+    @property
+    def stats(self) -> Stats:
+        """The engine's numbers; counters go on when it is started again."""
+        return self._stats.current
+
     def start(self) -> None:
         """Connect, in the running event loop. The monitor comes first, or it could miss that."""
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
@@ -115,6 +122,12 @@ class EngineClient:
     async def wait_ready(self) -> None:
         """Wait for the first handshake."""
         await self._became_ready.wait()
+
+    async def watch(self) -> None:
+        """Wait for one of the client's own loops to fail, and raise its error."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
 
     async def close(self) -> None:
         """Fail what is under way and disconnect."""
@@ -199,8 +212,8 @@ class EngineClient:
                 yield delta
         finally:
             del self._streams[request.request_id]
-            if not finished and self.ready:
-                self._send(Cancel(request.request_id))
+            if not finished:
+                self._cancel(request.request_id)
 
     def _check_ready(self) -> None:
         if self._unready_reason is not None:
@@ -214,31 +227,31 @@ class EngineClient:
             self._send(request, frames)
             return await future
         except asyncio.CancelledError:
-            if self.ready:
-                self._send(Cancel(request.request_id))
+            self._cancel(request.request_id)
             raise
         finally:
             self._pending.pop(request.request_id, None)
 
-    def _send(self, message: protocol.ClientMessage, frames: Sequence[Any] = ()) -> None:
-        """Hand a message to the connection, or lose the engine if there is none.
+    def _cancel(self, request_id: int) -> None:
+        """Tell the engine that nobody waits; one that was lost drops all at the next hello."""
+        if self.ready:
+            self._send(Cancel(request_id))
 
-        Without blocking the future is resolved at once, here with `zmq.Again` if need be.
-        """
-        parts = [protocol.encode(message), *frames]
-        sent = self._socket.send_multipart(parts, flags=zmq.NOBLOCK, copy=not frames)
-        if cast("asyncio.Future[object]", sent).exception() is not None:
-            self._lose("the engine is not connected")
+    def _send(self, message: protocol.ClientMessage, frames: Sequence[Any] = ()) -> None:
+        """Hand a message to the connection; if it takes none the engine is lost."""
+        try:
+            send_now(self._socket, [protocol.encode(message)], frames)
+        except zmq.ZMQError:
+            self._lose("the engine is not connected, or does not read")
 
     # Messages in
 
     async def _receive_loop(self) -> None:
-        while True:
-            header, *frames = await self._socket.recv_multipart(copy=False)
-            self._last_heard = time.monotonic()
+        async for header, *frames in received(self._socket, copy=False):
+            self._silent_pings = 0
             try:
                 message = protocol.decode_from_engine(header.buffer)
-            except msgspec.DecodeError as error:
+            except protocol.ProtocolError as error:
                 self._lose(f"the engine speaks another protocol: {error}")
                 continue
             self._handle(message, [frame.buffer for frame in frames])
@@ -254,11 +267,11 @@ class EngineClient:
             error = EngineError(message.kind, message.message, message.field)
             self._fail(message.request_id, error)
         elif isinstance(message, Pong):
-            self.stats = message.stats
+            self._stats.update(message.stats)
             if self._unready_reason is not None:
-                self._hello()  # it was given up for silent, but lives
+                self._greet()  # it was given up for silent, but lives
         elif isinstance(message, Welcome):
-            self._welcomed(message, bytes(frames[0]))
+            self._welcomed(message, b"".join(frames))
         elif isinstance(message, Refused):
             self._refused(message)
 
@@ -275,22 +288,34 @@ class EngineClient:
             stream.put_nowait(error)
 
     def _welcomed(self, message: Welcome, tokenizer_json: bytes) -> None:
+        if not self._connected:
+            return  # the last words of a connection that broke
         self._card, self._tokenizer_json = message.card, tokenizer_json
         self._unready_reason = None
         self._became_ready.set()
+        log.info("engine at %s: ready, it serves %s", self.address, message.card.name)
 
     def _refused(self, message: Refused) -> None:
         if message.protocol == PROTOCOL_VERSION:
-            self._hello()  # a new engine at the same address that does not know this client
+            self._greet()  # a new engine at the same address that does not know this client
             return
-        log.error("%s refused the handshake: %s", self.address, message.reason)
-        self._lose(f"the engine refused the handshake: {message.reason}")
+        reason = (
+            f"the engine speaks version {message.protocol} of the protocol, "
+            f"this gateway version {PROTOCOL_VERSION}"
+        )
+        if reason != self._unready_reason:
+            log.error("engine at %s: %s", self.address, reason)
+        self._lose(reason)
 
     # Liveness
 
-    def _hello(self) -> None:
-        self._lose("waiting for the engine's handshake")
-        self._send(Hello(PROTOCOL_VERSION, f"gateway-{os.getpid()}"))
+    def _greet(self) -> None:
+        """Say hello, once per interval at most: the answer to the last one may be on its way."""
+        self._lose("the engine has not finished loading, or does not answer")
+        now = time.monotonic()
+        if now - self._greeted >= PING_INTERVAL_S:
+            self._greeted = now
+            self._send(Hello(PROTOCOL_VERSION, f"gateway-{os.getpid()}"))
 
     def _lose(self, reason: str) -> None:
         """Mark the engine as unusable and fail what waits for it."""
@@ -301,18 +326,24 @@ class EngineClient:
             self._fail(request_id, EngineError("unavailable", f"the engine was lost: {reason}"))
 
     async def _heartbeat_loop(self) -> None:
+        """Ping, and count what stays unanswered: time in which this process stood still is not."""
         for sequence in itertools.count(1):
             await asyncio.sleep(PING_INTERVAL_S)
-            if self.ready and time.monotonic() - self._last_heard > SILENCE_LIMIT_S:
-                self._lose(f"no sign of life for {SILENCE_LIMIT_S:.0f} seconds")
-            if self._connected:
-                self._send(Ping(sequence))
+            if not self._connected:
+                continue
+            if self.ready and self._silent_pings >= MAX_SILENT_PINGS:
+                self._lose(f"no sign of life for {self._silent_pings * PING_INTERVAL_S:.0f} s")
+            self._silent_pings += 1
+            self._send(Ping(sequence))
 
     async def _monitor_loop(self, monitor: zmq.asyncio.Socket) -> None:
         while True:
             event = await recv_monitor_message(monitor)
             self._connected = event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self._greeted = -math.inf
+            self._silent_pings = 0
             if self._connected:
-                self._hello()
+                self._greet()
             else:
+                self._stats.lost()
                 self._lose("the connection to the engine broke")

@@ -1,14 +1,15 @@
 """Embedding inside the engine process: admission, batching, and finishing of requests.
 
 The next batch is launched behind the running one as soon as there is a full one; a smaller one
-waits until the running batch is done, since it would only grow meanwhile.
+waits until the running batch is done, since it would only grow meanwhile. When a batch of several
+requests fails, each runs once more alone: only the one at fault fails then.
 """
 
 import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,9 +19,11 @@ from rose.models.output import finish
 from rose.runtime.build import ServedModel
 from rose.runtime.embedding import EmbedBatch
 from rose.runtime.errors import NonFiniteError, RequestError
+from rose.runtime.faults import is_lasting
 from rose.runtime.lazy import LazyTensor
 from rose.runtime.options import EmbedOptions
 from rose.runtime.queue import EmbedJob, EmbedQueue, JobSlice
+from rose.serving.process import waker
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +45,7 @@ class FinishedEmbed(NamedTuple):
     computed_s: float
 
 
-Deliver = Callable[[FinishedEmbed | Exception], Awaitable[None]]
+Deliver = Callable[[FinishedEmbed | Exception], None]
 
 
 class EmbedCall:
@@ -75,6 +78,7 @@ class EmbedService:
         self._max_queue_tokens = max_queue_tokens
         self._queue = EmbedQueue()
         self._calls: dict[EmbedJob, EmbedCall] = {}
+        self._alone: deque[JobSlice] = deque()  # to run once more, without neighbours
         self._running: deque[tuple[list[JobSlice], LazyTensor[Any]]] = deque()
         self._wake = asyncio.Event()
         self.steps = 0
@@ -91,13 +95,14 @@ class EmbedService:
         return self._queue
 
     def submit(self, job: EmbedJob, options: EmbedOptions, deliver: Deliver) -> None:
-        """Admit a request; `deliver` gets its answer or the error that it ended with.
+        """Admit a request; `deliver` gets its answer or the error that it ended with, once.
 
         Raises:
             RequestError: it is wrong in a way that would hurt others.
             OverloadedError: too much is waiting.
         """
         self._check(job)
+        self._check_options(options)
         if self._queue.tokens and self._queue.tokens + len(job.ids) > self._max_queue_tokens:
             raise OverloadedError("the queue of the engine is full")
         self._calls[job] = EmbedCall(job, options, deliver)
@@ -110,16 +115,16 @@ class EmbedService:
         self._calls.pop(job, None)
 
     async def run(self) -> None:
-        """Launch and finish steps until cancelled."""
-        loop = asyncio.get_running_loop()
+        """Launch and finish steps until cancelled.
 
-        def wake() -> None:
-            loop.call_soon_threadsafe(self._wake.set)
-
+        Raises:
+            RuntimeError: the device is lost.
+        """
+        wake = waker(self._wake)
         while True:
             self._wake.clear()
             while self._running and self._running[0][1].done():
-                await self._finish_step(*self._running.popleft())
+                self._finish_step(*self._running.popleft())
             self._launch(wake)
             await self._wake.wait()
 
@@ -138,49 +143,72 @@ class EmbedService:
         if not 0 <= job.pool_from < lengths.min():
             raise RequestError("the prompt leaves no token to pool", "input")
 
+    def _check_options(self, options: EmbedOptions) -> None:
+        """Find out on one row whether vectors can be finished like that."""
+        embedding = self._card.embedding
+        assert embedding is not None
+        try:
+            finish(np.zeros((1, embedding.dimensions), np.float32), options, embedding.normalize)
+        except ValueError as error:
+            raise RequestError(str(error), "dimensions") from None
+
     def _launch(self, on_done: Callable[[], None]) -> None:
         """Launch what there is when the device is idle, and a full batch behind a running one."""
-        while self._runtime and self._queue and len(self._running) < MAX_STEPS_IN_FLIGHT:
-            if self._running and self._queue.tokens < self._budget:
-                return
-            slices = self._queue.take(self._budget, MAX_TEXTS_PER_BATCH)
+        while len(self._running) < MAX_STEPS_IN_FLIGHT and (slices := self._next()):
             now = time.monotonic()
             for piece in slices:
                 piece.job.started = piece.job.started or now
             batch = EmbedBatch.of_slices(slices)
             self.steps += 1
             self.tokens += len(batch.ids)
+            assert self._runtime is not None
             lazy = self._runtime.step(batch)
             lazy.add_done_callback(on_done)
             self._running.append((slices, lazy))
 
-    async def _finish_step(self, slices: list[JobSlice], lazy: LazyTensor[Any]) -> None:
+    def _next(self) -> list[JobSlice]:
+        """Take the next batch; empty if there is none to launch now."""
+        while self._alone:
+            piece = self._alone.popleft()
+            if piece.job in self._calls:
+                return [piece]
+        if self._running and self._queue.tokens < self._budget:
+            return []
+        return self._queue.take(self._budget, MAX_TEXTS_PER_BATCH)
+
+    def _finish_step(self, slices: list[JobSlice], lazy: LazyTensor[Any]) -> None:
         try:
             vectors = lazy.result().numpy()
         except Exception as error:  # the batch's own; the next one goes on
+            if is_lasting(error):
+                raise
             log.exception("a step failed")
-            for job in dict.fromkeys(piece.job for piece in slices):
-                await self._end(job, RuntimeError(f"the model failed: {error}"))
+            self._step_failed(slices, error)
             return
         start = 0
         for piece in slices:
             stop = start + piece.last - piece.first
-            await self._keep(piece, vectors[start:stop])
+            self._keep(piece, vectors[start:stop])
             start = stop
 
-    async def _keep(self, piece: JobSlice, rows: FloatRows) -> None:
+    def _step_failed(self, slices: list[JobSlice], error: Exception) -> None:
+        if len(slices) > 1:
+            self._alone.extend(slices)
+        else:
+            self._end(slices[0].job, RuntimeError(f"the model failed: {error}"))
+
+    def _keep(self, piece: JobSlice, rows: FloatRows) -> None:
         call = self._calls.get(piece.job)
         if call is None:
             return  # cancelled meanwhile
         bad = np.flatnonzero(~np.isfinite(rows).all(axis=1))
         if len(bad):
             where = f"input[{piece.first + bad[0]}]"
-            error = NonFiniteError("the model computed NaN or infinity", where)
-            await self._end(piece.job, error)
+            self._end(piece.job, NonFiniteError("the model computed NaN or infinity", where))
             return
         call.add(piece.first, rows)
         if not call.missing:
-            await self._end(piece.job, self._answer(call))
+            self._end(piece.job, self._answer(call))
 
     def _answer(self, call: EmbedCall) -> FinishedEmbed:
         embedding, job = self._card.embedding, call.job
@@ -190,8 +218,8 @@ class EmbedService:
         vectors = finish(call.rows, call.options, embedding.normalize)
         return FinishedEmbed(vectors, job.started - job.arrived, time.monotonic() - job.started)
 
-    async def _end(self, job: EmbedJob, outcome: FinishedEmbed | Exception) -> None:
+    def _end(self, job: EmbedJob, outcome: FinishedEmbed | Exception) -> None:
         call = self._calls.pop(job, None)
         if call is not None:
             self._queue.cancel(job)
-            await call.deliver(outcome)
+            call.deliver(outcome)

@@ -1,16 +1,17 @@
 """The engine process: one model, its runtimes, and the socket that requests come in by.
 
-One asyncio loop receives, admits and answers; the model runs on the runtime's own thread.
+One asyncio loop receives, admits and answers; the model runs on the runtime's own thread. Nothing
+that is sent waits: a client that does not read is dropped instead.
 """
 
 import asyncio
+import contextlib
 import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import zmq
 import zmq.asyncio
@@ -41,20 +42,37 @@ from rose.serving.protocol import (
     TokensDelta,
     Welcome,
 )
-from rose.serving.transport import bind_router, check_address
+from rose.serving.transport import bind_router, bound_address, received, send_now
 
 log = logging.getLogger(__name__)
 
-CLIENT_TIMEOUT_S = 15.0
-LAST_WORDS_MS = 200  # time for the last answers to leave the socket
+SILENCE_CHECK_S = 5.0
+SILENT_CHECKS = 3  # in a row, and a client's work is dropped
+DRAIN_LIMIT_S = 25.0
+LAST_WORDS_MS = 2000  # time for the last answers to leave the socket
+
+
+class DrainingError(RuntimeError):
+    """The engine takes no more work."""
+
+
+class EngineFailedError(RuntimeError):
+    """The engine cannot go on."""
+
+
+class Work(NamedTuple):
+    """A request under way: how to cancel it, and the id that the gateway knows it by."""
+
+    cancel: Callable[[], None]
+    trace: str
 
 
 @dataclass(slots=True)
 class Client:
-    """A connected gateway: when it was last heard, and how to cancel its requests under way."""
+    """A connected gateway: for how many checks it has been silent, and its requests under way."""
 
-    last_seen: float = field(default_factory=time.monotonic)
-    requests: dict[int, Callable[[], None]] = field(default_factory=dict)
+    silent_checks: int = 0
+    requests: dict[int, Work] = field(default_factory=dict)
 
 
 class EngineServer:
@@ -67,32 +85,63 @@ class EngineServer:
         self._socket = socket
         self._served = served
         self._generate = (
-            GenerateService(served.generation, self._send_tokens, self._send_failure)
+            GenerateService(served.generation, self._send_tokens, self._fail_generation)
             if served.generation
             else None
         )
         self._embed = EmbedService(served, max_queue_tokens=max_queue_tokens)
         self._clients: dict[bytes, Client] = {}
+        self._loops: list[asyncio.Task[None]] = []
         self._draining = False
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serve until `stop` is set, then finish what was admitted and return."""
+        """Serve until `stop` is set, then finish what was admitted and return.
+
+        What is not done within a limit then ends with an error.
+
+        Raises:
+            EngineFailedError: a fault that no request can be blamed for.
+        """
         loops = [self._receive_loop, self._embed.run, self._watch_clients, beat]
         if self._generate:
             loops.append(self._generate.run)
-        tasks = [asyncio.create_task(loop()) for loop in loops]
-        stopping = asyncio.create_task(stop.wait())
+        self._loops = [asyncio.create_task(loop()) for loop in loops]
         try:
-            done, _ = await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
+            await self._unless_failed(stop.wait())
             self._draining = True
-            for task in done - {stopping}:
-                task.result()  # a loop only ends by an error
-            while self._requests:
-                await asyncio.sleep(0.01)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DRAIN_LIMIT_S):
+                    await self._unless_failed(self._idle())
+            self._give_up()
         finally:
-            for task in (*tasks, stopping):
+            for task in self._loops:
                 task.cancel()
-            await asyncio.gather(*tasks, stopping, return_exceptions=True)
+            await asyncio.gather(*self._loops, return_exceptions=True)
+
+    async def _unless_failed(self, awaited: Coroutine[Any, Any, object]) -> None:
+        """Wait for something, or for a loop to end, which it only does by an error."""
+        task = asyncio.create_task(awaited)
+        try:
+            await asyncio.wait([task, *self._loops], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            task.cancel()
+        for loop in self._loops:
+            if loop.done() and (error := loop.exception()) is not None:
+                raise EngineFailedError(f"the engine failed: {error}") from error
+
+    async def _idle(self) -> None:
+        while self._requests:
+            await asyncio.sleep(0.01)
+
+    def _give_up(self) -> None:
+        """Fail what could not be finished in time."""
+        if not self._requests:
+            return
+        log.warning("%d requests were not done in time", self._requests)
+        for identity, client in list(self._clients.items()):
+            for request_id, work in list(client.requests.items()):
+                work.cancel()
+                self._send(identity, _failure(request_id, DrainingError("the engine has stopped")))
 
     @property
     def _requests(self) -> int:
@@ -101,28 +150,27 @@ class EngineServer:
     # Messages in
 
     async def _receive_loop(self) -> None:
-        while True:
-            identity, header, *frames = await self._socket.recv_multipart()
+        async for identity, header, *frames in received(self._socket):
             try:
                 message = protocol.decode_from_client(header)
-            except msgspec.DecodeError as error:
+            except protocol.ProtocolError as error:
                 log.warning("dropped a message that is not of the protocol: %s", error)
                 continue
-            await self._dispatch(identity, message, frames)
+            self._dispatch(identity, message, frames)
 
-    async def _dispatch(
+    def _dispatch(
         self, identity: bytes, message: protocol.ClientMessage, frames: list[bytes]
     ) -> None:
         client = self._clients.get(identity)
         if isinstance(message, Hello):
-            await self._welcome(identity, message)
+            self._welcome(identity, message)
         elif client is None:
-            await self._send(identity, Refused(PROTOCOL_VERSION, "say hello first"))
+            self._send(identity, Refused(PROTOCOL_VERSION, "say hello first"))
         else:
-            client.last_seen = time.monotonic()
-            await self._handle(identity, client, message, frames)
+            client.silent_checks = 0
+            self._handle(identity, client, message, frames)
 
-    async def _handle(
+    def _handle(
         self,
         identity: bytes,
         client: Client,
@@ -130,24 +178,24 @@ class EngineServer:
         frames: list[bytes],
     ) -> None:
         if isinstance(message, Ping):
-            await self._send(identity, Pong(message.sequence, self._stats()))
+            self._send(identity, Pong(message.sequence, self._stats()))
         elif isinstance(message, Cancel):
             self._cancel(client, message.request_id)
         elif isinstance(message, EmbedRequest | GenerateRequest):
             try:
                 self._admit(identity, client, message, frames)
             except Exception as error:  # noqa: BLE001 - every request gets an answer
-                await self._send(identity, _failure(message.request_id, error))
+                self._fail(identity, message.request_id, message.trace, error)
 
-    async def _welcome(self, identity: bytes, hello: Hello) -> None:
+    def _welcome(self, identity: bytes, hello: Hello) -> None:
         if hello.protocol != PROTOCOL_VERSION:
             reason = f"this engine speaks version {PROTOCOL_VERSION}, the client {hello.protocol}"
-            await self._send(identity, Refused(PROTOCOL_VERSION, reason))
+            self._send(identity, Refused(PROTOCOL_VERSION, reason))
             return
-        self._drop(identity)
+        self._drop(identity)  # what it asked for before, it does not wait for any more
         self._clients[identity] = Client()
         welcome = Welcome(PROTOCOL_VERSION, self._served.card)
-        await self._send(identity, welcome, [self._served.loaded.tokenizer_json])
+        self._send(identity, welcome, [self._served.loaded.tokenizer_json])
 
     def _admit(
         self,
@@ -158,48 +206,49 @@ class EngineServer:
     ) -> None:
         if self._draining:
             raise DrainingError("the engine is shutting down")
+        if request.request_id in client.requests:
+            raise RequestError(f"request {request.request_id} is under way already")
         if isinstance(request, GenerateRequest):
-            self._admit_generation(identity, client, request, frames)
+            cancel = self._admit_generation(identity, request, frames)
         else:
-            self._admit_embedding(identity, client, request, frames)
+            cancel = self._admit_embedding(identity, request, frames)
+        client.requests[request.request_id] = Work(cancel, request.trace)
 
     def _admit_embedding(
-        self, identity: bytes, client: Client, request: EmbedRequest, frames: list[bytes]
-    ) -> None:
+        self, identity: bytes, request: EmbedRequest, frames: list[bytes]
+    ) -> Callable[[], None]:
         job = _read_job(request, frames)
-
-        async def deliver(outcome: FinishedEmbed | Exception) -> None:
-            client.requests.pop(request.request_id, None)
-            await self._answer(identity, request.request_id, outcome)
-
-        self._embed.submit(job, request.options, deliver)
-        client.requests[request.request_id] = lambda: self._embed.cancel(job)
+        self._embed.submit(job, request.options, partial(self._answer, identity, request))
+        return partial(self._embed.cancel, job)
 
     def _admit_generation(
-        self, identity: bytes, client: Client, request: GenerateRequest, frames: list[bytes]
-    ) -> None:
-        service = self._generate
-        if service is None:
+        self, identity: bytes, request: GenerateRequest, frames: list[bytes]
+    ) -> Callable[[], None]:
+        if self._generate is None:
             raise RequestError(f"model {self._served.card.name!r} cannot generate", "model")
         if len(frames) != 1 or len(frames[0]) % 4:
             raise RequestError("expected one frame of int32: the prompt's ids")
         key = Key(identity, request.request_id)
         ids = np.frombuffer(frames[0], np.int32)
-        service.submit(key, ids, request.sampling, request.priority)
-        client.requests[request.request_id] = lambda: service.cancel(key)
+        self._generate.submit(key, ids, request.sampling, request.priority)
+        return partial(self._generate.cancel, key)
 
     def _cancel(self, client: Client, request_id: int) -> None:
-        cancel = client.requests.pop(request_id, None)
-        if cancel is not None:
-            cancel()
+        work = client.requests.pop(request_id, None)
+        if work is not None:
+            work.cancel()
 
     async def _watch_clients(self) -> None:
-        """Drop the work of clients that fell silent."""
+        """Drop the work of clients that fell silent.
+
+        Checks are counted and not seconds: when this process is paused, nobody is to blame.
+        """
         while True:
-            await asyncio.sleep(CLIENT_TIMEOUT_S / 4)
-            limit = time.monotonic() - CLIENT_TIMEOUT_S
-            for identity in [i for i, client in self._clients.items() if client.last_seen < limit]:
-                self._drop(identity)
+            await asyncio.sleep(SILENCE_CHECK_S)
+            for identity, client in list(self._clients.items()):
+                client.silent_checks += 1
+                if client.silent_checks > SILENT_CHECKS:
+                    self._drop(identity)
 
     def _drop(self, identity: bytes) -> None:
         client = self._clients.pop(identity, None)
@@ -209,49 +258,56 @@ class EngineServer:
 
     # Messages out
 
-    async def _answer(
-        self, identity: bytes, request_id: int, outcome: FinishedEmbed | Exception
+    def _answer(
+        self, identity: bytes, request: EmbedRequest, outcome: FinishedEmbed | Exception
     ) -> None:
+        self._forget(identity, request.request_id)
         if isinstance(outcome, Exception):
-            await self._send(identity, _failure(request_id, outcome))
+            self._fail(identity, request.request_id, request.trace, outcome)
             return
         result = EmbedResult(
-            request_id=request_id,
+            request_id=request.request_id,
             count=len(outcome.vectors),
             row_bytes=outcome.vectors[0].nbytes,
             queued_s=outcome.queued_s,
             computed_s=outcome.computed_s,
         )
-        await self._send(identity, result, [outcome.vectors.data])
+        self._send(identity, result, [outcome.vectors.data])
 
-    async def _send_tokens(self, identity: bytes, deltas: list[TokensDelta]) -> None:
-        client = self._clients.get(identity)
+    def _send_tokens(self, identity: bytes, deltas: list[TokensDelta]) -> None:
         for delta in deltas:
-            if delta.finish is not None and client is not None:
-                client.requests.pop(delta.request_id, None)
-        await self._send(identity, Tokens(deltas))
+            if delta.finish is not None:
+                self._forget(identity, delta.request_id)
+        self._send(identity, Tokens(deltas))
 
-    async def _send_failure(self, key: Key, error: Exception) -> None:
-        client = self._clients.get(key.client)
-        if client is not None:
-            client.requests.pop(key.request_id, None)
-        await self._send(key.client, _failure(key.request_id, error))
+    def _fail_generation(self, key: Key, error: Exception) -> None:
+        work = self._forget(key.client, key.request_id)
+        self._fail(key.client, key.request_id, work.trace if work else "", error)
 
-    async def _send(
-        self, identity: bytes, message: EngineMessage, frames: Sequence[Any] = ()
-    ) -> None:
-        parts = [identity, protocol.encode(message), *frames]
+    def _forget(self, identity: bytes, request_id: int) -> Work | None:
+        client = self._clients.get(identity)
+        return client.requests.pop(request_id, None) if client is not None else None
+
+    def _fail(self, identity: bytes, request_id: int, trace: str, error: Exception) -> None:
+        failure = _failure(request_id, error)
+        if failure.kind in ("internal", "non_finite"):
+            log.error("request %s failed: %s", trace, error, extra={"request_id": trace})
+        self._send(identity, failure)
+
+    def _send(self, identity: bytes, message: EngineMessage, frames: Sequence[Any] = ()) -> None:
+        """Send a message; a client that is gone, or that does not read, is dropped."""
         try:
-            await self._socket.send_multipart(parts, copy=not frames)
+            send_now(self._socket, [identity, protocol.encode(message)], frames)
         except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
             self._drop(identity)
 
     def _stats(self) -> Stats:
+        queued = self._embed.queue.untouched + (self._generate.queued if self._generate else 0)
         stats = Stats(
-            requests_running=self._requests,
-            requests_queued=len(self._embed.queue),
+            requests_running=self._requests - queued,
+            requests_queued=queued,
             tokens_queued=self._embed.queue.tokens,
             steps=self._embed.steps,
             tokens=self._embed.tokens,
@@ -267,31 +323,32 @@ class EngineServer:
 def run_engine(options: ModelOptions, address: str) -> None:
     """Load a model, serve it at `address`, and return once a signal asked to stop.
 
+    Clients can connect from the start; they are welcomed once the model is loaded.
+
     Raises:
         ValueError: the model, an option or the address cannot be used.
+        EngineFailedError: the engine cannot go on.
     """
-    check_address(address)
-    served = build(options)
-    try:
-        asyncio.run(_serve(served, address))
-    finally:
-        served.close()
-
-
-async def _serve(served: ServedModel, address: str) -> None:
-    stop = stop_event()
     context = zmq.asyncio.Context()
+    socket = bind_router(context, address)
     try:
-        with bind_router(context, address) as socket:
-            log.info("ready at %s", address)
-            await EngineServer(socket, served).run(stop)
+        served = build(options)
+        try:
+            asyncio.run(_serve(served, socket))
+        finally:
+            served.close()
     finally:
-        context.destroy(linger=LAST_WORDS_MS)
+        context.destroy(linger=0)
+
+
+async def _serve(served: ServedModel, socket: "zmq.asyncio.Socket") -> None:
+    stop = stop_event()
+    try:
+        log.info("ready at %s", bound_address(socket))
+        await EngineServer(socket, served).run(stop)
+    finally:
+        socket.close(linger=LAST_WORDS_MS)
     log.info("stopped")
-
-
-class DrainingError(RuntimeError):
-    """The engine takes no more work."""
 
 
 _KINDS: tuple[tuple[type[Exception], FailureKind], ...] = (

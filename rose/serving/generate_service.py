@@ -1,7 +1,7 @@
 """Generation inside the engine process: feeds the generation loop and delivers what it brings."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -9,10 +9,17 @@ import numpy.typing as npt
 
 from rose.runtime.build import Generation
 from rose.runtime.decode import TokenLogprob
+from rose.runtime.errors import RequestError
+from rose.runtime.faults import is_lasting
 from rose.runtime.generation import Delta, Failed, GenerationLoop
 from rose.runtime.options import Priority, SamplingParams
 from rose.runtime.structured import GrammarMatcher
+from rose.serving.embed_service import OverloadedError
+from rose.serving.process import waker
 from rose.serving.protocol import TokenLogprobs, TokensDelta
+
+MAX_REQUESTS = 4096
+MAX_LOGPROBS = 128
 
 
 class Key(NamedTuple):
@@ -22,8 +29,8 @@ class Key(NamedTuple):
     request_id: int
 
 
-DeliverTokens = Callable[[bytes, list[TokensDelta]], Awaitable[None]]
-DeliverFailure = Callable[[Key, Exception], Awaitable[None]]
+DeliverTokens = Callable[[bytes, list[TokensDelta]], None]
+DeliverFailure = Callable[[Key, Exception], None]
 
 
 class GenerateService:
@@ -41,14 +48,19 @@ class GenerateService:
         self._deliver_failure = deliver_failure
         self._compiling: dict[Key, asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
-        self._generation = generation.make_loop(on_arrival=self._wake_from_thread)
-        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._wake_from_thread: Callable[[], None] = self._wake.set
+        self._generation = generation.make_loop(on_arrival=lambda: self._wake_from_thread())
         self._requests: set[Key] = set()
 
     @property
     def requests(self) -> int:
         """Requests that have not ended."""
         return len(self._requests)
+
+    @property
+    def queued(self) -> int:
+        """Of these, how many wait for their first step, or for pages to go on."""
+        return len(self._compiling) + self._generation.stats().sequences_waiting
 
     @property
     def loop(self) -> GenerationLoop:
@@ -66,17 +78,17 @@ class GenerateService:
 
         Raises:
             RequestError: it can never be served.
+            OverloadedError: too many wait.
         """
+        _check(sampling)
+        if len(self._requests) >= MAX_REQUESTS:
+            raise OverloadedError("the queue of the engine is full")
+        if sampling.grammar is None:
+            self._add(key, ids, sampling, priority, None)
+        else:
+            work = self._compile_and_add(key, ids, sampling, priority)
+            self._compiling[key] = asyncio.create_task(work)
         self._requests.add(key)
-        try:
-            if sampling.grammar is None:
-                self._add(key, ids, sampling, priority, None)
-            else:
-                work = self._compile_and_add(key, ids, sampling, priority)
-                self._compiling[key] = asyncio.create_task(work)
-        except BaseException:
-            self._requests.discard(key)
-            raise
 
     def cancel(self, key: Key) -> None:
         """Drop a request; nothing is delivered for it any more."""
@@ -88,11 +100,15 @@ class GenerateService:
             self._wake.set()
 
     async def run(self) -> None:
-        """Launch and collect steps until cancelled."""
-        self._event_loop = asyncio.get_running_loop()
+        """Launch and collect steps until cancelled.
+
+        Raises:
+            RuntimeError: the device is lost.
+        """
+        self._wake_from_thread = waker(self._wake)
         while True:
             self._wake.clear()
-            await self._publish(self._generation.collect())
+            self._publish(self._generation.collect())
             while self._generation.advance():
                 pass
             await self._wake.wait()
@@ -118,28 +134,40 @@ class GenerateService:
             self._add(key, ids, sampling, priority, grammar)
         except Exception as error:  # noqa: BLE001 - it is the request's answer
             self._requests.discard(key)
-            await self._deliver_failure(key, error)
+            self._deliver_failure(key, error)
         finally:
             self._compiling.pop(key, None)
 
-    def _wake_from_thread(self) -> None:
-        assert self._event_loop is not None
-        self._event_loop.call_soon_threadsafe(self._wake.set)
-
-    async def _publish(self, events: list[Delta | Failed]) -> None:
+    def _publish(self, events: list[Delta | Failed]) -> None:
+        """Deliver what steps brought: tokens first, since a failure is the last of its request."""
         deltas: dict[bytes, list[TokensDelta]] = {}
+        failures: list[tuple[Key, Exception]] = []
         for event in events:
             key = event.request_id
             assert isinstance(key, Key)
             if isinstance(event, Failed):
+                failures.append((key, event.error))
+            else:
+                deltas.setdefault(key.client, []).append(_on_the_wire(key, event))
+            if isinstance(event, Failed) or event.finish is not None:
                 self._requests.discard(key)
-                await self._deliver_failure(key, event.error)
-                continue
-            if event.finish is not None:
-                self._requests.discard(key)
-            deltas.setdefault(key.client, []).append(_on_the_wire(key, event))
         for client, found in deltas.items():
-            await self._deliver_tokens(client, found)
+            self._deliver_tokens(client, found)
+        for key, error in failures:
+            self._deliver_failure(key, error)
+        if lasting := next((error for _, error in failures if is_lasting(error)), None):
+            raise lasting
+
+
+def _check(sampling: SamplingParams) -> None:
+    """Check what would hurt others if it were wrong; the gateway has checked it nicely."""
+    for name in ("max_tokens", "min_tokens", "logprobs", "prompt_logprobs"):
+        value = getattr(sampling, name)
+        if value is not None and value < 0:
+            raise RequestError(f"{name} is {value}, it cannot be less than 0", name)
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(sampling, name) or 0) > MAX_LOGPROBS:
+            raise RequestError(f"{name} can be {MAX_LOGPROBS} at most", name)
 
 
 def _on_the_wire(key: Key, delta: Delta) -> TokensDelta:

@@ -8,9 +8,11 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 
 PARENT_VARIABLE = "ROSE_PARENT_PID"
 HEARTBEAT_VARIABLE = "ROSE_HEARTBEAT_FD"
+KEYS_VARIABLE = "ROSE_API_KEY"
 HEARTBEAT_S = 1.0
 PR_SET_PDEATHSIG = 1
 BACKLOG = 2048
@@ -46,11 +48,28 @@ async def beat() -> None:
         await asyncio.sleep(HEARTBEAT_S)
 
 
+def waker(event: asyncio.Event) -> Callable[[], None]:
+    """Return a function that sets an event of the running loop, to be called from any thread."""
+    loop = asyncio.get_running_loop()
+
+    def wake() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(event.set)
+
+    return wake
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that ask to stop; a lost terminal is one, unless `nohup` says no."""
+    hung_up = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGTERM, signal.SIGINT, *hung_up]
+
+
 def stop_event() -> asyncio.Event:
-    """Return an event that SIGTERM and SIGINT set, for the running loop."""
+    """Return an event that the stop signals set, for the running loop."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         loop.add_signal_handler(number, stop.set)
     return stop
 

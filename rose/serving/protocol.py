@@ -13,6 +13,8 @@ import msgspec
 from rose.models.card import ModelCard
 from rose.runtime.options import EmbedOptions, Priority, SamplingParams
 
+Buffer = bytes | bytearray | memoryview
+
 PROTOCOL_VERSION = 1
 
 FailureKind = Literal[
@@ -140,7 +142,11 @@ class Failure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters and gauges of an engine, for health and metrics."""
+    """Counters (see `COUNTERS`) and gauges of an engine, for health and metrics.
+
+    A request is queued until its first step, then it runs until its answer; one whose sequence was
+    preempted is queued again.
+    """
 
     requests_running: int = 0
     requests_queued: int = 0
@@ -155,6 +161,10 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int = 0
 
 
+COUNTERS = ("steps", "tokens", "prefix_hit_tokens", "preemptions")
+"""Numbers of `Stats` that only grow while an engine runs; the others are of this moment."""
+
+
 class Pong(msgspec.Struct, tag=True, frozen=True):
     """Engine: alive, and these are its numbers."""
 
@@ -166,5 +176,33 @@ ClientMessage = Hello | EmbedRequest | GenerateRequest | Cancel | Ping
 EngineMessage = Welcome | Refused | EmbedResult | Tokens | Failure | Pong
 
 encode = msgspec.msgpack.Encoder().encode
-decode_from_client = msgspec.msgpack.Decoder(ClientMessage).decode
-decode_from_engine = msgspec.msgpack.Decoder(EngineMessage).decode
+_client_decoder = msgspec.msgpack.Decoder(ClientMessage)
+_engine_decoder = msgspec.msgpack.Decoder(EngineMessage)
+
+
+class ProtocolError(ValueError):
+    """Bytes that are no message of this protocol."""
+
+
+def decode_from_client(header: Buffer) -> ClientMessage:
+    """Decode the first frame of what a client sent.
+
+    Raises:
+        ProtocolError: it is no such message.
+    """
+    try:
+        return _client_decoder.decode(header)
+    except (msgspec.DecodeError, RecursionError) as error:  # the latter by thousands of brackets
+        raise ProtocolError(str(error)) from error
+
+
+def decode_from_engine(header: Buffer) -> EngineMessage:
+    """Decode the first frame of what an engine sent.
+
+    Raises:
+        ProtocolError: it is no such message.
+    """
+    try:
+        return _engine_decoder.decode(header)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ProtocolError(str(error)) from error

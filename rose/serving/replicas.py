@@ -8,11 +8,11 @@ dying replica has not begun to answer is sent to another.
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import TypeVar
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -21,6 +21,7 @@ from rose.runtime.options import EmbedOptions, Priority, SamplingParams
 from rose.serving.client import EngineClient
 from rose.serving.client_api import EmbedAnswer, EngineError
 from rose.serving.protocol import Stats, TokensDelta
+from rose.serving.stats import total
 
 log = logging.getLogger(__name__)
 
@@ -29,22 +30,48 @@ Ids = npt.NDArray[np.int32]
 
 CHUNK_TOKENS = 4096
 CHUNKS_OUT_PER_REPLICA = 2
+MAX_FAULTS = 3  # in a row, and the other replicas go first
+AVOIDED_S = 5.0
 
 
 class Replica:
-    """An engine, and the tokens that it has been sent and not answered."""
+    """An engine, the tokens that it has been sent and not answered, and its faults in a row."""
 
     def __init__(self, client: EngineClient) -> None:
         """Start with nothing outstanding."""
         self.client = client
         self.outstanding = 0
+        self._faults = 0
+        self._last_fault = 0.0
+        self._strange = ""  # the other checkpoint that it was last seen with
+
+    def serves(self, card: ModelCard | None) -> bool:
+        """Whether it is ready, and with the checkpoint of `card`; another one is logged once."""
+        own = self.client.card
+        if not self.client.ready or own is None or card is None:
+            return False
+        if own.fingerprint != card.fingerprint and own.fingerprint != self._strange:
+            self._strange = own.fingerprint
+            log.warning("a replica of %s serves another checkpoint: it is not used", card.name)
+        return own.fingerprint == card.fingerprint
+
+    @property
+    def avoided(self) -> bool:
+        """Whether it fails whatever it gets."""
+        return self._faults >= MAX_FAULTS and time.monotonic() - self._last_fault < AVOIDED_S
 
     @contextmanager
     def busy_with(self, tokens: int) -> Iterator[EngineClient]:
-        """Count tokens as outstanding for a while."""
+        """Count tokens as outstanding for a while, and faults."""
         self.outstanding += tokens
         try:
             yield self.client
+            self._faults = 0
+        except EngineError as error:
+            if error.kind == "internal":
+                self._faults += 1
+                self._last_fault = time.monotonic()
+            raise
         finally:
             self.outstanding -= tokens
 
@@ -61,42 +88,31 @@ class ReplicaSet:
 
     @property
     def card(self) -> ModelCard | None:
-        """The card of the first replica that has answered."""
-        return next((card for r in self._replicas if (card := r.client.card) is not None), None)
+        """The card of the first replica that is ready; if none is, of the first that ever was."""
+        return self._leader.client.card
 
     @property
     def tokenizer_json(self) -> bytes:
         """The tokenizer that belongs to `card`."""
-        return next((r.client.tokenizer_json for r in self._replicas if r.client.card), b"")
+        return self._leader.client.tokenizer_json
 
     @property
     def ready(self) -> bool:
         """Whether any replica takes work."""
-        return bool(self._usable())
+        return self._leader.client.ready
 
     @property
     def unready_reason(self) -> str | None:
         """Why none takes work, None when one does."""
         if self.ready:
             return None
-        reasons = [self._why_not(replica) for replica in self._replicas]
+        reasons = [replica.client.unready_reason or "" for replica in self._replicas]
         return "; ".join(dict.fromkeys(reasons))
-
-    @property
-    def missing(self) -> list[str]:
-        """A line for each replica that does not take work."""
-        usable = self._usable()
-        return [
-            f"replica {i}: {self._why_not(replica)}"
-            for i, replica in enumerate(self._replicas)
-            if replica not in usable
-        ]
 
     @property
     def stats(self) -> Stats:
         """The sum of the replicas' numbers."""
-        numbers = [msgspec.structs.asdict(r.client.stats) for r in self._replicas]
-        return Stats(**{name: sum(n[name] for n in numbers) for name in numbers[0]})
+        return total(replica.client.stats for replica in self._replicas)
 
     # What they do
 
@@ -110,7 +126,11 @@ class ReplicaSet:
         timeout_s: float | None = None,
         trace: str = "",
     ) -> EmbedAnswer:
-        """Embed texts, cut into chunks over the replicas; see `EngineClient.embed`."""
+        """Embed texts, cut into chunks over the replicas; see `EngineClient.embed`.
+
+        All chunks are of one checkpoint, also when a replica comes back with another one meanwhile.
+        """
+        card = self.card
 
         async def run(chunk: range) -> EmbedAnswer:
             texts = ids[chunk.start : chunk.stop]
@@ -121,7 +141,7 @@ class ReplicaSet:
                     texts, options, pool_from=pool_from, priority=priority, trace=trace
                 )
 
-            return await self._on_some_replica(on, tokens)
+            return await self._on_some_replica(on, tokens, card)
 
         try:
             async with asyncio.timeout(timeout_s):
@@ -149,9 +169,10 @@ class ReplicaSet:
         It starts again on another one if its replica is lost before the first token.
         """
         tokens = len(ids) + (sampling.max_tokens or 0)
-        lost: set[Replica] = set()
+        card = self.card
+        tried: list[Replica] = []
         while True:
-            replica = self._choose(lost)
+            replica = self._choose(card, tried)
             begun = False
             try:
                 with replica.busy_with(tokens) as client:
@@ -162,9 +183,9 @@ class ReplicaSet:
                             yield delta
                 return
             except EngineError as error:
-                if begun or error.kind != "unavailable":
+                tried.append(replica)
+                if begun or not self._can_move(error, card, tried):
                     raise
-                lost.add(replica)
 
     async def _run_chunks(
         self, chunks: list[range], run: Callable[[range], Awaitable[EmbedAnswer]]
@@ -189,41 +210,47 @@ class ReplicaSet:
         return [task.result() for task in tasks]
 
     async def _on_some_replica(
-        self, work: Callable[[EngineClient], Awaitable[T]], tokens: int
+        self,
+        work: Callable[[EngineClient], Awaitable[T]],
+        tokens: int,
+        card: ModelCard | None,
     ) -> T:
-        lost: set[Replica] = set()
+        tried: list[Replica] = []
         while True:
-            replica = self._choose(lost)
+            replica = self._choose(card, tried)
             try:
                 with replica.busy_with(tokens) as client:
                     return await work(client)
             except EngineError as error:
-                if error.kind != "unavailable":
+                tried.append(replica)
+                if not self._can_move(error, card, tried):
                     raise
-                lost.add(replica)
-                if len(lost) == len(self._replicas):
-                    raise
-                log.info("trying another replica: %s", error)
 
-    def _choose(self, lost: set[Replica]) -> Replica:
-        """Return the replica with the fewest outstanding tokens."""
-        usable = [replica for replica in self._usable() if replica not in lost]
+    def _can_move(
+        self, error: EngineError, card: ModelCard | None, tried: Sequence[Replica]
+    ) -> bool:
+        """Whether another replica may still serve what one would not."""
+        if error.kind not in ("unavailable", "overloaded"):
+            return False
+        return any(replica not in tried for replica in self._usable(card))
+
+    def _choose(self, card: ModelCard | None, tried: Sequence[Replica]) -> Replica:
+        """Return the replica with the fewest outstanding tokens of those not tried yet."""
+        usable = [replica for replica in self._usable(card) if replica not in tried]
         if not usable:
-            reason = self.unready_reason or "its replicas were lost"
+            reason = self.unready_reason or "its replicas have changed"
             raise EngineError("unavailable", f"the engine is not ready: {reason}")
-        return min(usable, key=lambda replica: replica.outstanding)
+        return min(usable, key=lambda replica: (replica.avoided, replica.outstanding))
 
-    def _usable(self) -> list[Replica]:
-        """Return the replicas that are ready and serve the same as the first that answered."""
-        card = self.card
-        return [
-            replica
-            for replica in self._replicas
-            if replica.client.ready and card and _same(replica.client.card, card)
-        ]
+    @property
+    def _leader(self) -> Replica:
+        ready = [replica for replica in self._replicas if replica.client.ready]
+        known = [replica for replica in self._replicas if replica.client.card is not None]
+        return next(iter([*ready, *known, *self._replicas]))
 
-    def _why_not(self, replica: Replica) -> str:
-        return replica.client.unready_reason or "it serves another checkpoint than the others"
+    def _usable(self, card: ModelCard | None) -> list[Replica]:
+        """Return the replicas that are ready and serve the checkpoint of `card`."""
+        return [replica for replica in self._replicas if replica.serves(card)]
 
 
 def cut(lengths: Sequence[int], chunk_tokens: int = CHUNK_TOKENS) -> list[range]:
@@ -239,10 +266,6 @@ def cut(lengths: Sequence[int], chunk_tokens: int = CHUNK_TOKENS) -> list[range]
             start, tokens = index, 0
         tokens += length
     return [*chunks, range(start, len(lengths))]
-
-
-def _same(card: ModelCard | None, other: ModelCard) -> bool:
-    return card is not None and card.fingerprint == other.fingerprint
 
 
 def _shifted(error: EngineError, by: int) -> EngineError:

@@ -1,9 +1,26 @@
 """ZeroMQ sockets with the options that ROSE relies on, and the addresses it allows."""
 
+import asyncio
+import contextlib
+import os
+import socket as sockets
+import stat
+from collections.abc import AsyncIterator, Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any, cast
+
 import zmq
 import zmq.asyncio
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
+
+# Messages that may wait for one peer, and that are read ahead from one. A peer that lets so many
+# lie has stopped reading.
+QUEUE_LIMIT = 10_000
+MAX_FRAME_BYTES = 256 << 20  # far above a full request body as ids, or the largest tokenizer.json
+MESSAGES_IN_A_ROW = 64
+PROBE_TIMEOUT_S = 1.0
 
 
 class AddressError(ValueError):
@@ -11,7 +28,7 @@ class AddressError(ValueError):
 
 
 def check_address(address: str) -> str:
-    """Return `address` if it is ipc or on the loopback interface.
+    """Return `address` if an engine may listen there: ipc, or the loopback interface.
 
     Raises:
         AddressError: another form, or a host beyond this machine, where nothing would protect the
@@ -33,6 +50,20 @@ def check_address(address: str) -> str:
     return address
 
 
+def check_peer(address: str) -> str:
+    """Return `address` if a client may connect to it: `check_address`, and a place of its own.
+
+    Raises:
+        AddressError: as `check_address`; or it leaves the port or the path open.
+    """
+    check_address(address)
+    if address.startswith("tcp") and address.rpartition(":")[2] in ("*", "0"):
+        raise AddressError(f"address {address!r}: it has to name the port of the engine")
+    if address == "ipc://*":
+        raise AddressError(f"address {address!r}: it has to name the path of the engine")
+    return address
+
+
 def _check_ipc(address: str, path: str) -> str:
     limit = zmq.IPC_PATH_MAX_LEN
     if len(path.encode()) > limit:
@@ -43,39 +74,99 @@ def _check_ipc(address: str, path: str) -> str:
 def bind_router(context: "zmq.asyncio.Context", address: str) -> "zmq.asyncio.Socket":
     """Bind the engine's socket.
 
-    It refuses to drop: a message for a peer that is gone raises, and queues are unlimited, since
-    what can be in them is bounded by the work that the engine has admitted.
+    It refuses to drop: a message for a peer that is gone, or that has stopped reading, raises. The
+    file of an ipc address is for this user alone.
 
     Raises:
         AddressError: the address is taken or cannot be bound.
     """
+    _check_free(check_address(address))
     socket = context.socket(zmq.ROUTER)
-    _set_options(socket)
+    _set_options(socket, address)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     try:
-        socket.bind(check_address(address))
+        with _private_files():
+            socket.bind(address)
     except zmq.ZMQError as error:
         socket.close()
         raise AddressError(f"cannot listen on {address}: {error.strerror}") from error
     return socket
 
 
-def make_dealer(context: "zmq.asyncio.Context") -> "zmq.asyncio.Socket":
-    """Make a client's socket; once connected, ZeroMQ connects again by itself when a peer dies.
+def bound_address(socket: "zmq.asyncio.Socket") -> str:
+    """Return where a socket listens, with the port or path that a `*` became."""
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    A message is only queued for a connection that stands, never for one that may come.
+
+def make_dealer(context: "zmq.asyncio.Context", address: str) -> "zmq.asyncio.Socket":
+    """Make a client's socket, to be connected to `address`.
+
+    Once connected, ZeroMQ connects again by itself when a peer dies. A message is only queued for
+    a connection that stands, never for one that may come.
     """
     socket = context.socket(zmq.DEALER)
-    _set_options(socket)
+    _set_options(socket, address)
     socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     return socket
 
 
-def _set_options(socket: "zmq.asyncio.Socket") -> None:
+def send_now(
+    socket: "zmq.asyncio.Socket", parts: Sequence[Any], frames: Sequence[Any] = ()
+) -> None:
+    """Send a message without waiting; `frames` are not copied if they are large.
+
+    Raises:
+        zmq.Again: there is no connection, or the peer has stopped reading.
+        zmq.ZMQError: the peer is gone.
+    """
+    sent = socket.send_multipart([*parts, *frames], flags=zmq.NOBLOCK, copy=not frames)
+    error = cast("asyncio.Future[object]", sent).exception()  # without waiting it is always done
+    if error is not None:
+        raise error
+
+
+async def received(socket: "zmq.asyncio.Socket", *, copy: bool = True) -> AsyncIterator[list[Any]]:
+    """Yield messages for ever; other tasks get their turn even if messages never run out."""
+    for number in count(1):
+        yield await socket.recv_multipart(copy=copy)
+        if number % MESSAGES_IN_A_ROW == 0:
+            await asyncio.sleep(0)
+
+
+def _set_options(socket: "zmq.asyncio.Socket", address: str) -> None:
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, 1 << 30)
+    socket.setsockopt(zmq.SNDHWM, QUEUE_LIMIT)
+    socket.setsockopt(zmq.RCVHWM, QUEUE_LIMIT)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.IPV6, "[" in address)
+
+
+def _check_free(address: str) -> None:
+    """Refuse an ipc path where somebody listens, or that is no socket: ZeroMQ would replace it."""
+    scheme, _, name = address.partition("://")
+    if scheme != "ipc" or name.startswith(("@", "*")):
+        return
+    path = Path(name)
+    if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
+        raise AddressError(f"cannot listen on {address}: the file is not a socket")
+    with sockets.socket(sockets.AF_UNIX) as probe:
+        probe.settimeout(PROBE_TIMEOUT_S)
+        try:
+            probe.connect(name)
+        except (FileNotFoundError, ConnectionRefusedError):
+            return
+        except OSError as error:
+            raise AddressError(f"cannot listen on {address}: {error.strerror or error}") from None
+    raise AddressError(f"cannot listen on {address}: another process listens there")
+
+
+@contextlib.contextmanager
+def _private_files() -> Iterator[None]:
+    """Create files for this user alone."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)

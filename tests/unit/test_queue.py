@@ -82,6 +82,17 @@ def test_online_goes_before_bulk_and_bulk_is_not_starved():
     assert queue.tokens == 10 * (100 - 10 + 40 - 30)
 
 
+def test_a_job_is_untouched_until_a_batch_takes_of_it():
+    queue = EmbedQueue()
+    for job in (make_job([10, 10]), make_job([10]), make_job([10, 10], priority="bulk")):
+        queue.add(job)
+    assert (len(queue), queue.untouched) == (3, 3)
+    queue.take(10, 10)
+    assert (len(queue), queue.untouched) == (3, 2)
+    queue.take(30, 10)
+    assert (len(queue), queue.untouched) == (1, 0)
+
+
 def test_what_online_leaves_of_a_batch_is_for_bulk():
     queue = EmbedQueue()
     bulk, online = make_job([10] * 5, priority="bulk"), make_job([10])

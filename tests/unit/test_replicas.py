@@ -158,6 +158,24 @@ def test_an_error_names_the_text_of_the_request_and_cancels_the_siblings():
     asyncio.run(scenario())
 
 
+def test_giving_up_leaves_nothing_outstanding():
+    async def scenario():
+        client = FakeClient(5)
+        replicas = ReplicaSet([client])
+        asked = asyncio.create_task(replicas.embed(texts(400, 100), EmbedOptions()))
+        await asyncio.sleep(0.02)
+        assert replicas._replicas[0].outstanding > 0
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        stream = replicas.generate(np.array([1], np.int32), SamplingParams(max_tokens=4))
+        assert (await anext(stream)).token_ids == [0]
+        assert replicas._replicas[0].outstanding == 5
+        await stream.aclose()
+        assert replicas._replicas[0].outstanding == 0
+
+    asyncio.run(scenario())
+
+
 def test_a_deadline_holds_for_the_whole_request_and_nothing_stays_outstanding():
     async def scenario():
         client = FakeClient(5)
@@ -171,14 +189,87 @@ def test_a_deadline_holds_for_the_whole_request_and_nothing_stays_outstanding():
     asyncio.run(scenario())
 
 
-def test_a_replica_with_another_checkpoint_is_not_used():
+def test_a_replica_with_another_checkpoint_is_not_used(caplog):
     async def scenario():
         first, other = FakeClient(), FakeClient(fingerprint="g")
         replicas = ReplicaSet([first, other])
         for _ in range(3):
             await replicas.embed(texts(1, 3), EmbedOptions())
         assert not other.chunks
-        assert replicas.missing == ["replica 1: it serves another checkpoint than the others"]
+        assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [
+            "a replica of toy serves another checkpoint: it is not used"
+        ]
+
+    asyncio.run(scenario())
+
+
+def test_a_new_checkpoint_is_served_once_its_first_replica_is_the_first_that_is_ready():
+    async def scenario():
+        first, second = FakeClient(fingerprint="old"), FakeClient(fingerprint="new")
+        replicas = ReplicaSet([first, second])
+        first.lose()
+        assert replicas.ready
+        assert replicas.card.fingerprint == "new"
+        await replicas.embed(texts(1, 3), EmbedOptions())
+        assert second.chunks
+
+    asyncio.run(scenario())
+
+
+def test_the_chunks_of_a_request_are_all_of_one_checkpoint():
+    async def scenario():
+        old, new = FakeClient(0.02, fingerprint="old"), FakeClient(fingerprint="new")
+        replicas = ReplicaSet([old, new])
+        asked = asyncio.create_task(replicas.embed(texts(600, 100), EmbedOptions()))
+        await asyncio.sleep(0.03)
+        old.lose()
+        old.fail = gone
+        with pytest.raises(EngineError) as caught:
+            await asked
+        assert caught.value.kind == "unavailable"
+        assert not new.chunks
+
+    asyncio.run(scenario())
+
+
+def test_a_full_replica_passes_a_request_on():
+    def full(_):
+        return EngineError("overloaded", "full")
+
+    async def scenario():
+        answer = await ReplicaSet([FakeClient(fail=full), FakeClient()]).embed(
+            texts(3, 3), EmbedOptions()
+        )
+        assert answer.vectors[:, 0].tolist() == [0, 1, 2]
+        with pytest.raises(EngineError) as caught:
+            await ReplicaSet([FakeClient(fail=full)] * 2).embed(texts(3, 3), EmbedOptions())
+        assert caught.value.kind == "overloaded"
+
+    asyncio.run(scenario())
+
+
+def test_a_replica_that_always_fails_does_not_draw_all_requests(monkeypatch):
+    def broken(_):
+        return EngineError("internal", "broken")
+
+    async def scenario():
+        bad, good = FakeClient(0.001, fail=broken), FakeClient(0.02)
+        replicas = ReplicaSet([bad, good])
+        asked = [replicas.embed(texts(1, 3), EmbedOptions()) for _ in range(2)]
+
+        async def client():
+            for _ in range(20):
+                await asyncio.gather(
+                    replicas.embed(texts(1, 3), EmbedOptions()), return_exceptions=True
+                )
+
+        await asyncio.gather(*asked, *[client() for _ in range(4)], return_exceptions=True)
+        assert len(bad.chunks) < 15
+        tried = len(bad.chunks)
+        monkeypatch.setattr("rose.serving.replicas.AVOIDED_S", 0)
+        bad.fail = lambda _: None
+        await replicas.embed(texts(1, 3), EmbedOptions())
+        assert len(bad.chunks) == tried + 1, "it is tried again after a while"
 
     asyncio.run(scenario())
 

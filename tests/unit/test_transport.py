@@ -1,0 +1,105 @@
+"""Addresses and sockets of the wire."""
+
+import errno
+import socket
+import stat
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from rose.serving.transport import (
+    AddressError,
+    bind_router,
+    bound_address,
+    check_address,
+    check_peer,
+    make_dealer,
+)
+
+
+@pytest.fixture
+def context():
+    context = zmq.asyncio.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+def bind(context):
+    """Binds a router, and keeps it until the test is over."""
+    kept = []
+
+    def bind(address):
+        kept.append(bind_router(context, address))
+        return bound_address(kept[-1])
+
+    return bind
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "nonsense",
+        "http://x",
+        "ipc://",
+        "tcp://127.0.0.1",
+        "tcp://0.0.0.0:5555",
+        "tcp://10.1.2.3:1",
+        "tcp://127.0.0.1:99999",
+        "ipc://" + "x" * 200,
+    ],
+)
+def test_addresses_that_must_not_be_used(address):
+    for check in (check_address, check_peer):
+        with pytest.raises(AddressError, match="address"):
+            check(address)
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:*", "tcp://127.0.0.1:0", "ipc://*"])
+def test_an_engine_may_leave_its_place_open_and_a_client_may_not(bind, address):
+    assert check_peer(bind(address)).partition("://")[0] == address.partition("://")[0]
+    with pytest.raises(AddressError, match="has to name"):
+        check_peer(address)
+
+
+def has_ipv6():
+    with socket.socket(socket.AF_INET6) as probe:
+        return probe.connect_ex(("::1", 1)) == errno.ECONNREFUSED
+
+
+@pytest.mark.parametrize("host", ["localhost", "[::1]"])
+def test_every_loopback_address_works(context, bind, host):
+    if host == "[::1]" and not has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    bound = bind(f"tcp://{host}:*")
+    with make_dealer(context, bound) as dealer:
+        dealer.connect(bound)
+
+
+def test_an_address_in_use_is_a_clear_error(bind, tmp_path):
+    for address in ("tcp://127.0.0.1:*", f"ipc://{tmp_path}/e.sock"):
+        bound = bind(address)
+        with pytest.raises(AddressError, match="cannot listen on"):
+            bind(bound)
+
+
+def test_the_socket_of_an_engine_that_died_is_replaced(bind, tmp_path):
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(tmp_path / "e.sock"))
+    assert bind(f"ipc://{tmp_path}/e.sock") == f"ipc://{tmp_path}/e.sock"
+
+
+def test_a_file_that_is_no_socket_is_left_alone(bind, tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("of value")
+    with pytest.raises(AddressError, match="not a socket"):
+        bind(f"ipc://{path}")
+    assert path.read_text() == "of value"
+
+
+def test_the_socket_is_for_this_user_alone(bind, tmp_path):
+    bind(f"ipc://{tmp_path}/e.sock")
+    mode = (tmp_path / "e.sock").stat().st_mode
+    assert stat.S_IMODE(mode) & 0o077 == 0
