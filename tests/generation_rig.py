@@ -40,6 +40,7 @@ class Rig:
         eos_ids=(),
         grammars=None,
         on_arrival=None,
+        backend=None,
     ):
         self.pool = PagePool(num_pages, page_size, prefix_caching=caching)
         self.scheduler = Scheduler(
@@ -51,7 +52,7 @@ class Rig:
         )
         self.runtime = DecodeRuntime(
             model,
-            BACKENDS.load("torch_sdpa")(),
+            backend or BACKENDS.load("torch_sdpa")(),
             worker,
             num_pages=num_pages,
             page_size=page_size,

@@ -1,9 +1,10 @@
 """From a checkpoint and options to loaded weights and the runtimes that serve them."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -13,9 +14,12 @@ from rose.kernels.attention.choice import choose
 from rose.models.card import ModelCard
 from rose.models.layers import prepare
 from rose.models.loader import LoadedModel, load
+from rose.runtime.cuda_graphs import CudaCapturer
 from rose.runtime.decode import DecodeRuntime
 from rose.runtime.embedding import EmbeddingRuntime
 from rose.runtime.generation import GenerationLoop
+from rose.runtime.graph_setup import decode_with_graphs, embed_with_graphs
+from rose.runtime.graphs import GraphCache, WarmupShape
 from rose.runtime.kv_cache import PagePool
 from rose.runtime.kv_pool import choose_num_pages
 from rose.runtime.memory import keep_freed_memory
@@ -26,15 +30,19 @@ from rose.runtime.worker import DeviceWorker
 log = logging.getLogger(__name__)
 
 PAGE_SIZE = 16  # tokens
-# Tokens of a step, prompts and decodes together, where the user does not say. A step with a chunk of
-# a prompt holds up every running stream: on a CPU 256 tokens of a small model take half a second.
+# Tokens of a step, prompts and decodes together, where the user does not say. A step with a chunk
+# of a prompt holds up every running stream: on a CPU 256 tokens of a small model take 0.5 s.
 STEP_TOKENS_CPU = 256
 STEP_TOKENS_GPU = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """What a user can choose about a model. None and "auto" leave it to the checkpoint."""
+    """What a user can choose about a model. None and "auto" leave it to the checkpoint.
+
+    `warmup` are batches to run before the model is ready. Batches above `max_graph_tokens` are
+    never run as device graphs: None measures the limit, 0 turns graphs off.
+    """
 
     path: str
     name: str | None = None
@@ -47,6 +55,8 @@ class ModelOptions:
     kv_cache_memory: int | None = None
     deterministic: bool = False
     tasks: tuple[str, ...] = ()
+    warmup: tuple[WarmupShape, ...] = ()
+    max_graph_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +84,29 @@ class ServedModel:
     embedding: EmbeddingRuntime | None
     generation: Generation | None
     max_batch_tokens: int = 0
+
+    @property
+    def graphs(self) -> dict[str, GraphCache[Any, Any]]:
+        """The graph caches, by what they are for: "embed" and "decode"."""
+        caches = {
+            "embed": self.embedding.graphs if self.embedding else None,
+            "decode": self.generation.runtime.graphs if self.generation else None,
+        }
+        return {name: cache for name, cache in caches.items() if cache is not None}
+
+    def warm_up(self, shapes: Sequence[WarmupShape]) -> None:
+        """Run batches of these shapes; each runtime takes those that are for it.
+
+        Raises:
+            ValueError: a text is longer than the model's limit.
+        """
+        limit = self.card.max_model_len
+        if any((shape.tokens or 0) > limit for shape in shapes):
+            raise ValueError(f"--warmup: the model takes texts of up to {limit} tokens")
+        if self.embedding:
+            self.embedding.warm_up(shapes, self.card.vocab_size)
+        if self.generation:
+            self.generation.runtime.warm_up(s.sequences for s in shapes if s.tokens is None)
 
     def close(self) -> None:
         """Stop the worker; steps that wait fail."""
@@ -114,7 +147,27 @@ def build(options: ModelOptions) -> ServedModel:
         served.max_batch_tokens = options.max_batch_tokens or served.embedding.measure_saturation(
             loaded.card.max_model_len, loaded.card.vocab_size
         )
+    if loaded.device.type == "cuda" and options.max_graph_tokens != 0:
+        _use_graphs(served, options)
+    try:
+        served.warm_up(options.warmup)
+    except BaseException:
+        served.close()
+        raise
     return served
+
+
+def _use_graphs(served: ServedModel, options: ModelOptions) -> None:
+    capturer = CudaCapturer(served.loaded.device)
+    if served.embedding:
+        embed_with_graphs(served.embedding, served.card, capturer, options.max_graph_tokens)
+    if served.generation:
+        decode_with_graphs(
+            served.generation.runtime,
+            capturer,
+            options.max_num_seqs,
+            served.generation.scheduler.max_len,
+        )
 
 
 def _choose_backend(

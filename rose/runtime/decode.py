@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rose.kernels.attention.base import AttentionBackend, PagedLayout
+from rose.kernels.attention.base import AttentionBackend, GraphSupport, PagedLayout
 from rose.models.backbone import Backbone
 from rose.models.batch import TokenBatch
 from rose.runtime.decode_graphs import DecodeForward
@@ -157,6 +157,11 @@ class DecodeRuntime:
     def graphs(self) -> GraphCache[_Step, Tensor] | None:
         """The graph cache, None where all steps run eagerly."""
         return self._graphs
+
+    @property
+    def can_use_graphs(self) -> bool:
+        """Whether steps of one token per sequence can be captured."""
+        return self._backend.graph_support is not GraphSupport.NONE
 
     def use_graphs(self, capturer: Capturer, policy: GraphPolicy, max_len: int) -> None:
         """Run steps of one token per sequence as device graphs from now on.

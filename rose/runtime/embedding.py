@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rose.kernels.attention.base import AttentionBackend, RaggedLayout
+from rose.kernels.attention.base import AttentionBackend, GraphSupport, RaggedLayout
 from rose.models.batch import TokenBatch
 from rose.models.embedding import EmbeddingModel
 from rose.runtime.device import upload
@@ -106,12 +106,17 @@ class EmbeddingRuntime:
         """The graph cache, None where all batches run eagerly."""
         return self._graphs
 
-    def use_graphs(self, capturer: Capturer, policy: GraphPolicy) -> None:
-        """Run batches as device graphs from now on, within the limits of `policy`.
+    @property
+    def can_use_graphs(self) -> bool:
+        """Whether batches can be captured.
 
         A graph and an eager run differ in the last bits, so a deterministic runtime has none.
         """
-        assert not self._deterministic
+        return not self._deterministic and self._backend.graph_support is GraphSupport.ALL
+
+    def use_graphs(self, capturer: Capturer, policy: GraphPolicy) -> None:
+        """Run batches as device graphs from now on, within the limits of `policy`."""
+        assert self.can_use_graphs
         forward = RaggedForward(
             self._model, self._backend, self._device, self._forward, policy.min_pad
         )
