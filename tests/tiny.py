@@ -15,16 +15,26 @@ from transformers import (
     BertModel,
     DistilBertConfig,
     DistilBertModel,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
     GteConfig,
     GteModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     ModernBertConfig,
     ModernBertModel,
     MPNetConfig,
     MPNetModel,
     NomicBertConfig,
     NomicBertModel,
+    Phi3Config,
+    Phi3ForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -32,6 +42,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     RobertaConfig,
     RobertaModel,
     XLMRobertaConfig,
@@ -70,9 +82,35 @@ ENCODERS: dict[str, Classes] = {
     "xlm-roberta": (XLMRobertaConfig, XLMRobertaModel),
 }
 DECODERS: dict[str, Classes] = {
+    "gemma": (GemmaConfig, GemmaForCausalLM),
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
+    "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+}
+# What a tiny model of a kind needs beside the common sizes.
+DECODER_SETTINGS: dict[str, dict[str, object]] = {
+    "gemma": {"head_dim": 16},
+    "gemma2": {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 24},
+    "gemma3_text": {
+        "head_dim": 16,
+        "sliding_window": 6,
+        "query_pre_attn_scalar": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "mistral": {"sliding_window": 6},
+    "qwen3": {"head_dim": 16},
+    "qwen3_moe": {
+        "head_dim": 16,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "mlp_only_layers": [1],
+    },
 }
 
 
@@ -204,9 +242,7 @@ def decoder_config(kind: str, **overrides: object) -> PretrainedConfig:
         "bos_token_id": 1,
         "pad_token_id": 0,
     }
-    if kind == "qwen3":
-        settings["head_dim"] = 16
-    return DECODERS[kind][0](**(settings | overrides))
+    return DECODERS[kind][0](**(settings | DECODER_SETTINGS.get(kind, {}) | overrides))
 
 
 def save_decoder(
@@ -238,7 +274,8 @@ def spread(model: PreTrainedModel, seed: int) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             is_norm = "norm" in name.lower() and name.endswith("weight")
-            parameter.copy_(1 + 0.2 * noise if is_norm else 0.3 * noise)
+            neutral = parameter.mean()  # 1, or 0 in norms that add 1 to their weight
+            parameter.copy_(neutral + 0.2 * noise if is_norm else 0.3 * noise)
     model.tie_weights()
     return model.eval()
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rose.kernels import pooling
+from rose.models.heads import cap_logits
 from rose.models.layers import LayerNorm, Linear
 
 if TYPE_CHECKING:
@@ -113,6 +114,5 @@ class YesNoClassifier(nn.Module):
     def forward(self, batch: "TokenBatch", cu_seqlens: Tensor) -> Tensor:
         """Return yes - no, float32 [B, 1]."""
         logits = F.linear(pooling.last(self.backbone(batch), cu_seqlens), self.weight)
-        if self.logit_cap is not None:
-            logits = self.logit_cap * torch.tanh(logits / self.logit_cap)
+        logits = cap_logits(logits, self.logit_cap)
         return logits[:, :1] - logits[:, 1:].sum(dim=1, keepdim=True)

@@ -1,4 +1,7 @@
-"""The Llama family (Llama, Qwen2, Qwen3): pre-norm decoders, causal or bidirectional.
+"""The Llama family: pre-norm decoders with a gated MLP, causal or bidirectional.
+
+Llama, Mistral, Phi-3, Qwen2, Qwen3 and the first Gemma are values of `DecoderConfig`; Gemma 2 and
+3 and Qwen3's mixture of experts have layers of their own.
 
 Shape letters: T tokens of the batch, C channels, I intermediate size, H query heads, K key/value
 heads, D head size, R rotary channels.
@@ -6,8 +9,10 @@ heads, D head size, R rotary channels.
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
+from rose.kernels import norm
 from rose.kernels.attention.base import AttentionSpec
 from rose.kernels.rope import apply_rope
 from rose.models.layers import Embedding, GatedLinear, Linear, PackedLinear, RMSNorm
@@ -24,6 +29,8 @@ Rotation = tuple[Tensor, Tensor]  # cosines and sines, [T, R] each
 class DecoderModel(nn.Module):
     """The layers without the LM head; its output is the final norm's."""
 
+    embedding_scale: Tensor
+
     def __init__(self, config: "DecoderConfig") -> None:
         """Declare all weights of `config`."""
         super().__init__()
@@ -34,16 +41,26 @@ class DecoderModel(nn.Module):
         ropes = {kind: RotaryEmbedding(rope) for kind, rope in config.ropes.items()}
         self.ropes = nn.ModuleDict(ropes)
         self.shares_rope = len(set(config.ropes.values())) == 1
-        layers = [DecoderLayer(config, index) for index in range(config.num_layers)]
+        layers = [self.make_layer(config, index) for index in range(config.num_layers)]
         self.layers = nn.ModuleList(layers)
         self.layer_types = config.layer_types
-        self.norm = RMSNorm("norm", config.hidden_size, config.norm_eps)
+        self.norm = make_norm("norm", config.hidden_size, config)
+        self.logit_cap = config.logit_cap
+        self.scales_embedding = config.embedding_scale != 1.0
+        scale = torch.tensor(config.embedding_scale)
+        self.register_buffer("embedding_scale", scale, persistent=False)
         self.attention_specs = [layer.attention.spec for layer in layers]
+
+    def make_layer(self, config: "DecoderConfig", index: int) -> "DecoderLayer":
+        """Declare the weights of layer `index`."""
+        return DecoderLayer(config, index)
 
     def forward(self, batch: "TokenBatch") -> Tensor:
         """Return hidden states [T, C]."""
         rotations = self._rotations(batch.positions)
         x_TC = self.embedding(batch.input_ids)
+        if self.scales_embedding:
+            x_TC = x_TC * self.embedding_scale.to(x_TC.dtype)  # rounded, as in training
         residual_TC: Tensor | None = None
         for kind, layer in zip(self.layer_types, self.layers, strict=True):
             x_TC, residual_TC = layer(x_TC, residual_TC, rotations[kind], batch.attention)
@@ -64,10 +81,14 @@ class DecoderLayer(nn.Module):
         """Declare the weights of layer `index`."""
         super().__init__()
         name, size = f"layers.{index}", config.hidden_size
-        self.attention_norm = RMSNorm(f"{name}.input_layernorm", size, config.norm_eps)
+        self.attention_norm = make_norm(f"{name}.input_layernorm", size, config)
         self.attention = DecoderAttention(config, index)
-        self.mlp_norm = RMSNorm(f"{name}.post_attention_layernorm", size, config.norm_eps)
-        self.mlp = GatedMLP(f"{name}.mlp", config)
+        self.mlp_norm = make_norm(f"{name}.post_attention_layernorm", size, config)
+        self.mlp = self.make_mlp(config, index)
+
+    def make_mlp(self, config: "DecoderConfig", index: int) -> nn.Module:
+        """Declare the weights that follow attention."""
+        return GatedMLP(f"layers.{index}.mlp", config)
 
     def forward(
         self,
@@ -77,13 +98,16 @@ class DecoderLayer(nn.Module):
         attention: "AttentionBatch",
     ) -> tuple[Tensor, Tensor]:
         """Return the MLP's output and the residual to add to it."""
-        if residual_TC is None:
-            normed_TC, residual_TC = self.attention_norm(x_TC), x_TC
-        else:
-            normed_TC, residual_TC = self.attention_norm.add(x_TC, residual_TC)
+        normed_TC, residual_TC = self.enter(x_TC, residual_TC)
         x_TC = self.attention(normed_TC, rotation, attention)
         normed_TC, residual_TC = self.mlp_norm.add(x_TC, residual_TC)
         return self.mlp(normed_TC), residual_TC
+
+    def enter(self, x_TC: Tensor, residual_TC: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the input of attention and the residual; the first layer has none yet."""
+        if residual_TC is None:
+            return self.attention_norm(x_TC), x_TC
+        return self.attention_norm.add(x_TC, residual_TC)
 
 
 class DecoderAttention(nn.Module):
@@ -101,8 +125,8 @@ class DecoderAttention(nn.Module):
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if config.qk_norm:
-            self.q_norm = RMSNorm(f"{name}.q_norm", dim, config.norm_eps)
-            self.k_norm = RMSNorm(f"{name}.k_norm", dim, config.norm_eps)
+            self.q_norm = make_norm(f"{name}.q_norm", dim, config)
+            self.k_norm = make_norm(f"{name}.k_norm", dim, config)
 
     def forward(self, x_TC: Tensor, rotation: Rotation, attention: "AttentionBatch") -> Tensor:
         """Return [T, C]."""
@@ -122,9 +146,10 @@ def _attention_spec(config: "DecoderConfig", index: int) -> AttentionSpec:
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        scale=config.head_dim**-0.5,
+        scale=config.scale,
         causal=config.causal,
         window=config.window if windowed else (None, None),
+        soft_cap=config.soft_cap,
     )
 
 
@@ -142,3 +167,28 @@ class GatedMLP(nn.Module):
     def forward(self, x_TC: Tensor) -> Tensor:
         """Return [T, C]."""
         return self.down(self.gate_up(x_TC))
+
+
+class OffsetRMSNorm(RMSNorm):
+    """RMS norm that multiplies by an offset plus its weight, in float32."""
+
+    def __init__(self, name: str, channels: int, eps: float, offset: float) -> None:
+        """Declare the weight [channels]."""
+        super().__init__(name, channels, eps)
+        self.offset = offset
+
+    def forward(self, x_TC: Tensor) -> Tensor:
+        """Return the normed `x_TC`."""
+        return norm.rms_norm(x_TC, self.weight, self.eps, weight_offset=self.offset)
+
+    def add(self, x_TC: Tensor, residual_TC: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the normed sum of both, and the sum: the next residual."""
+        offset = self.offset
+        return norm.add_rms_norm(x_TC, residual_TC, self.weight, self.eps, weight_offset=offset)
+
+
+def make_norm(name: str, channels: int, config: "DecoderConfig") -> RMSNorm:
+    """Make a norm of the kind that the model has."""
+    if config.norm_offset:
+        return OffsetRMSNorm(name, channels, config.norm_eps, config.norm_offset)
+    return RMSNorm(name, channels, config.norm_eps)

@@ -19,10 +19,11 @@ LM_HEAD = "lm_head.weight"
 class CausalLM(nn.Module):
     """A causal backbone with its LM head, which may be the token embedding itself."""
 
-    def __init__(self, backbone: "Backbone") -> None:
-        """Declare the head's weight [V, C]."""
+    def __init__(self, backbone: "Backbone", logit_cap: float | None = None) -> None:
+        """Declare the head's weight [V, C]; logits x become cap * tanh(x / cap) with a cap."""
         super().__init__()
         self.backbone = backbone
+        self.logit_cap = logit_cap
         self.lm_head = Linear("lm_head", backbone.hidden_size, backbone.vocab_size, bias=False)
 
     def forward(self, batch: "TokenBatch") -> Tensor:
@@ -31,7 +32,12 @@ class CausalLM(nn.Module):
 
     def logits(self, x_NC: Tensor) -> Tensor:
         """Return float32 logits [N, V] of some rows of the hidden states."""
-        return self.lm_head(x_NC).float()
+        return cap_logits(self.lm_head(x_NC).float(), self.logit_cap)
+
+
+def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
+    """Bound logits softly, where there is a cap."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def share_stored_embedding(named: "NamedTensors") -> None:

@@ -13,6 +13,7 @@ from rose.kernels.registry import UnknownNameError
 from rose.models.card import EmbeddingCard, ModelCard
 from rose.models.classifier import Classifier, SequenceClassifier, YesNoClassifier
 from rose.models.config import Setting
+from rose.models.decoder_config import DecoderConfig
 from rose.models.embedding import EmbeddingModel
 from rose.models.errors import CheckpointError
 from rose.models.generation import read_generation_card
@@ -159,7 +160,7 @@ def _causal_lm(
     if warning:
         plan.warnings.append(warning)
     plan.settings.append(Setting("LM head", source, "the weights"))
-    lm = CausalLM(backbone)
+    lm = CausalLM(backbone, _logit_cap(plan))
     if source == EMBEDDING:
         lm.lm_head.share(cast("DecoderModel", backbone).embedding.weight)
     else:
@@ -191,7 +192,11 @@ def _yes_no(
         raise CheckpointError(NO_HEAD)
     whole = named.get(Part(source, (backbone.vocab_size, backbone.hidden_size)))
     weight = whole[list(plan.scoring.token_ids)].to(device, torch.float32)
-    return cast("Classifier", YesNoClassifier(backbone, weight, None).eval())
+    return cast("Classifier", YesNoClassifier(backbone, weight, _logit_cap(plan)).eval())
+
+
+def _logit_cap(plan: Plan) -> float | None:
+    return plan.config.logit_cap if isinstance(plan.config, DecoderConfig) else None
 
 
 def _embedding(
