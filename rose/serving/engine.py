@@ -23,6 +23,7 @@ from rose.runtime.queue import EmbedJob
 from rose.serving import protocol
 from rose.serving.embed_service import EmbedService, FinishedEmbed, OverloadedError
 from rose.serving.generate_service import GenerateService, Key
+from rose.serving.graph_grids import graph_counts, graph_grids
 from rose.serving.process import beat, stop_event
 from rose.serving.protocol import (
     PROTOCOL_VERSION,
@@ -33,6 +34,8 @@ from rose.serving.protocol import (
     Failure,
     FailureKind,
     GenerateRequest,
+    GraphsRequest,
+    GraphsResult,
     Hello,
     Ping,
     Pong,
@@ -181,6 +184,8 @@ class EngineServer:
             self._send(identity, Pong(message.sequence, self._stats()))
         elif isinstance(message, Cancel):
             self._cancel(client, message.request_id)
+        elif isinstance(message, GraphsRequest):
+            self._send(identity, GraphsResult(graph_grids(self._served.graphs)))
         elif isinstance(message, EmbedRequest | GenerateRequest):
             try:
                 self._admit(identity, client, message, frames)
@@ -311,6 +316,7 @@ class EngineServer:
             tokens_queued=self._embed.queue.tokens,
             steps=self._embed.steps,
             tokens=self._embed.tokens,
+            **graph_counts(self._served.graphs.values()),
         )
         if self._generate is None:
             return stats

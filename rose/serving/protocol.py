@@ -73,6 +73,10 @@ class Ping(msgspec.Struct, tag=True, frozen=True):
     sequence: int
 
 
+class GraphsRequest(msgspec.Struct, tag=True, frozen=True):
+    """Client: which device graphs are there? Answered by `GraphsResult`."""
+
+
 class Welcome(msgspec.Struct, tag=True, frozen=True):
     """Engine: the handshake's answer. Frames: the model's tokenizer.json."""
 
@@ -159,9 +163,22 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     kv_pages_total: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
+    graph_hits: int = 0
+    graph_captures: int = 0
+    graph_evictions: int = 0
+    padding_tokens: int = 0
 
 
-COUNTERS = ("steps", "tokens", "prefix_hit_tokens", "preemptions")
+COUNTERS = (
+    "steps",
+    "tokens",
+    "prefix_hit_tokens",
+    "preemptions",
+    "graph_hits",
+    "graph_captures",
+    "graph_evictions",
+    "padding_tokens",
+)
 """Numbers of `Stats` that only grow while an engine runs; the others are of this moment."""
 
 
@@ -172,8 +189,48 @@ class Pong(msgspec.Struct, tag=True, frozen=True):
     stats: Stats
 
 
-ClientMessage = Hello | EmbedRequest | GenerateRequest | Cancel | Ping
-EngineMessage = Welcome | Refused | EmbedResult | Tokens | Failure | Pong
+GraphRuntime = Literal["embed", "decode"]
+GraphState = Literal["cold", "warm", "captured", "failed"]
+
+
+class GraphCell(msgspec.Struct, frozen=True, array_like=True):
+    """A bucket of batches: its size, what became of its graph, and how many batches it had."""
+
+    sequences: int
+    tokens: int
+    max_seqlen: int
+    state: GraphState
+    batches: int
+
+
+class GraphGrid(msgspec.Struct, frozen=True, kw_only=True):
+    """The device graphs of one runtime.
+
+    Every batch is one of `hits` (a graph replayed), `captures` and `eager`; those of more than
+    `max_tokens` tokens are always eager. `tokens` and `padding_tokens` are those of graphs.
+    """
+
+    runtime: GraphRuntime
+    max_tokens: int
+    num_bytes: int
+    hits: int
+    captures: int
+    evictions: int
+    failures: int
+    eager: int
+    tokens: int
+    padding_tokens: int
+    cells: list[GraphCell]
+
+
+class GraphsResult(msgspec.Struct, tag=True, frozen=True):
+    """Engine: its device graphs; none where it runs without."""
+
+    grids: list[GraphGrid]
+
+
+ClientMessage = Hello | EmbedRequest | GenerateRequest | Cancel | Ping | GraphsRequest
+EngineMessage = Welcome | Refused | EmbedResult | Tokens | Failure | Pong | GraphsResult
 
 encode = msgspec.msgpack.Encoder().encode
 _client_decoder = msgspec.msgpack.Decoder(ClientMessage)

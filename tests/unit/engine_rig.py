@@ -72,6 +72,7 @@ def served_by(runtime, budget=32, *, generation=None, tokenizer_json=b"{}"):
         generation=generation,
         embedding=runtime,
         max_batch_tokens=budget,
+        graphs={},
     )
 
 

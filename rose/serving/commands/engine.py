@@ -12,10 +12,12 @@ from rose.serving.commands.options import (
     KvCacheMemory,
     LogLevel,
     MaxBatchTokens,
+    MaxGraphTokens,
     MaxModelLen,
     MaxNumSeqs,
     Model,
     Tasks,
+    Warmup,
     parse_tasks,
 )
 
@@ -33,12 +35,15 @@ def engine(
     max_batch_tokens: MaxBatchTokens = None,
     max_num_seqs: MaxNumSeqs = 32,
     kv_cache_memory: KvCacheMemory = None,
+    max_graph_tokens: MaxGraphTokens = None,
+    warmup: Warmup = None,
     task: Tasks = None,
     deterministic: Deterministic = False,
     log_level: LogLevel = "info",
 ) -> None:
     """Run one engine alone; a gateway connects to the address that it binds."""
     from rose.runtime.build import ModelOptions
+    from rose.runtime.graphs import parse_warmup
     from rose.serving.engine import run_engine
     from rose.serving.process import die_with_parent, set_up_logging
 
@@ -54,6 +59,8 @@ def engine(
         max_batch_tokens=max_batch_tokens,
         max_num_seqs=max_num_seqs,
         kv_cache_memory=kv_cache_memory,
+        max_graph_tokens=max_graph_tokens,
+        warmup=parse_warmup(warmup),
         tasks=parse_tasks(task),
         deterministic=deterministic,
     )

@@ -1,17 +1,36 @@
 """`rose inspect`."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rose.serving.commands.options import MaxModelLen, Model, Tasks, parse_tasks
+from rose.serving.commands.options import MaxModelLen, Tasks, parse_tasks
 
 
 def inspect(
-    model: Model,
+    model: Annotated[
+        str | None, typer.Argument(help="A model folder.", metavar="MODEL", show_default=False)
+    ] = None,
     task: Tasks = None,
     max_model_len: MaxModelLen = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON, for machines.")] = False,
+    graphs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Show the device graphs of the engine that runs there instead.",
+            show_default=False,
+        ),
+    ] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --graphs: draw them too, as .png or .svg.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Show what is read from a checkpoint, where from, and what becomes of it.
 
@@ -20,6 +39,17 @@ def inspect(
 
     [bold]rose inspect ./all-MiniLM-L6-v2[/bold]
     """
+    if (model is None) == (graphs is None):
+        raise ValueError("give either a model folder, or --graphs and the address of an engine")
+    if model is not None:
+        _show_checkpoint(model, task, max_model_len, as_json)
+    elif graphs is not None:
+        _show_graphs(graphs, picture, as_json)
+
+
+def _show_checkpoint(
+    model: str, task: str | None, max_model_len: int | None, as_json: bool
+) -> None:
     from rich.console import Console
 
     from rose.serving import inspect as report_module
@@ -31,3 +61,21 @@ def inspect(
         typer.echo(report_module.as_json(report))
     else:
         report_module.print_report(report, Console())
+
+
+def _show_graphs(address: str, picture: Path | None, as_json: bool) -> None:
+    import asyncio
+
+    import msgspec
+    from rich.console import Console
+
+    from rose.serving.graph_grids import fetch_grids
+    from rose.serving.graph_picture import draw_grids, print_grids
+
+    grids = asyncio.run(fetch_grids(address))
+    if as_json:
+        typer.echo(msgspec.json.encode(grids).decode())
+    else:
+        print_grids(grids, Console())
+    if picture is not None:
+        draw_grids(grids, picture)

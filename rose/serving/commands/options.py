@@ -53,6 +53,23 @@ RequestTimeout = Annotated[
 Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="Bit-equal vectors whatever else is in the batch.")
 ]
+Warmup = Annotated[
+    str | None,
+    typer.Option(
+        metavar="LIST",
+        help="Run these before the model is ready: 8x64 is 8 texts of 64 tokens, 8 alone a decode "
+        "step of 8 sequences; separate with commas.",
+        show_default="nothing",
+    ),
+]
+MaxGraphTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="On a GPU, batches of up to so many tokens run as device graphs; 0 turns them off.",
+        show_default="measured at start-up",
+    ),
+]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 Host = Annotated[str, typer.Option(help="Interface to listen on; 0.0.0.0 for all.")]
 Port = Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")]

@@ -14,6 +14,7 @@ from rose.serving.commands.options import (
     KvCacheMemory,
     LogLevel,
     MaxBatchTokens,
+    MaxGraphTokens,
     MaxModelLen,
     MaxNumSeqs,
     Port,
@@ -21,6 +22,7 @@ from rose.serving.commands.options import (
     StrictDimensions,
     Tasks,
     Truncate,
+    Warmup,
     as_options,
     parse_tasks,
 )
@@ -41,6 +43,8 @@ def serve(
     max_batch_tokens: MaxBatchTokens = None,
     max_num_seqs: MaxNumSeqs = 32,
     kv_cache_memory: KvCacheMemory = None,
+    max_graph_tokens: MaxGraphTokens = None,
+    warmup: Warmup = None,
     task: Tasks = None,
     deterministic: Deterministic = False,
     replicas: Annotated[int, typer.Option(min=1, help="Engines per model.")] = 1,
@@ -50,10 +54,12 @@ def serve(
     log_level: LogLevel = "info",
 ) -> None:
     """Serve models over HTTP: one engine per model and a gateway, as one process tree."""
+    from rose.runtime.graphs import parse_warmup
     from rose.serving.children import ChildFailedError
     from rose.serving.process import set_up_logging
     from rose.serving.supervisor import Supervisor, parse_models
 
+    parse_warmup(warmup)
     parse_tasks(task)  # wrong ones are said here, before anything starts
     set_up_logging(log_level, "serve")
     supervisor = Supervisor(
@@ -69,6 +75,8 @@ def serve(
             max_batch_tokens=max_batch_tokens,
             max_num_seqs=max_num_seqs,
             kv_cache_memory=kv_cache_memory,
+            max_graph_tokens=max_graph_tokens,
+            warmup=warmup,
             task=task,
             deterministic=deterministic,
             log_level=log_level,

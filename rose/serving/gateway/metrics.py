@@ -15,7 +15,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 _MODEL = ["model"]
 _ENGINE_NUMBERS: dict[str, tuple[type[GaugeMetricFamily] | type[CounterMetricFamily], str]] = {
     "requests_running": (GaugeMetricFamily, "Requests being computed."),
-    "requests_queued": (GaugeMetricFamily, "Requests in the queue."),
+    "requests_queued": (GaugeMetricFamily, "Requests that no step has begun with."),
     "tokens_queued": (GaugeMetricFamily, "Tokens in the queue."),
     "steps": (CounterMetricFamily, "Batches computed."),
     "tokens": (CounterMetricFamily, "Tokens computed."),
@@ -25,6 +25,10 @@ _ENGINE_NUMBERS: dict[str, tuple[type[GaugeMetricFamily] | type[CounterMetricFam
     "kv_pages_total": (GaugeMetricFamily, "KV pages that there are."),
     "prefix_hit_tokens": (CounterMetricFamily, "Prompt tokens found in the prefix cache."),
     "preemptions": (CounterMetricFamily, "Sequences that gave up their pages for a while."),
+    "graph_hits": (CounterMetricFamily, "Batches that replayed a device graph."),
+    "graph_captures": (CounterMetricFamily, "Device graphs captured."),
+    "graph_evictions": (CounterMetricFamily, "Device graphs that made room for others."),
+    "padding_tokens": (CounterMetricFamily, "Tokens computed to fill up device graphs."),
 }
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
