@@ -9,12 +9,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from rose.serving.process import HEARTBEAT_VARIABLE, PARENT_VARIABLE
+from rose.serving.process import HEARTBEAT_VARIABLE, KEYS_VARIABLE, PARENT_VARIABLE
 
 log = logging.getLogger(__name__)
 
 FROZEN_S = 10.0  # without a heartbeat, once there was one
-STEADY_S = 60.0  # a child that ran for so long starts with a clean record
+LONGEST_TURN_S = 0.5  # what is longer between two looks is a pause of this process too
+STEADY_S = 60.0  # a child that was up for so long starts with a clean record
+KILL_LIMIT_S = 5.0
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 30.0
 MAX_FAILURES = 5  # in a row
@@ -42,34 +44,51 @@ class Child:
         self._inherit = tuple(inherit)
         self._process: subprocess.Popen[bytes] | None = None
         self._heartbeat: int | None = None
-        self._last_beat: float | None = None
-        self._started = 0.0
+        self._up_since: float | None = None  # its first heartbeat
+        self._silent_s = 0.0
+        self._looked = 0.0
         self._start_again: float | None = None
         self._failures = 0
         self.restarts = 0
 
+    @property
+    def up(self) -> bool:
+        """Whether its event loop has started."""
+        return self._up_since is not None
+
     def start(self) -> None:
-        """Start the process, in a session of its own, so that Ctrl-C reaches the parent alone."""
+        """Start the process, in a session of its own, so that Ctrl-C reaches the parent alone.
+
+        Raises:
+            OSError: the system has no room for another process.
+        """
         reading, writing = os.pipe()
         os.set_blocking(reading, False)
-        environment = {
-            **os.environ,
-            **self._secrets,
-            PARENT_VARIABLE: str(os.getpid()),
-            HEARTBEAT_VARIABLE: str(writing),
-        }
+        os.set_blocking(writing, False)
         try:
             self._process = subprocess.Popen(
                 self._command,
-                env=environment,
+                env=self._environment(writing),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(*self._inherit, writing),
                 start_new_session=True,
             )
+        except BaseException:
+            os.close(reading)
+            raise
         finally:
             os.close(writing)
-        self._heartbeat, self._last_beat = reading, None
-        self._started, self._start_again = time.monotonic(), None
+        self._heartbeat, self._start_again = reading, None
+        self._up_since, self._silent_s, self._looked = None, 0.0, time.monotonic()
+
+    def _environment(self, heartbeat: int) -> dict[str, str]:
+        """The parent's, but only this child's secrets."""
+        return {
+            **{name: value for name, value in os.environ.items() if name != KEYS_VARIABLE},
+            **self._secrets,
+            PARENT_VARIABLE: str(os.getpid()),
+            HEARTBEAT_VARIABLE: str(heartbeat),
+        }
 
     def check_started(self) -> None:
         """Raise `ChildFailedError` if the process has ended."""
@@ -84,14 +103,13 @@ class Child:
         """
         if self._start_again is not None:
             if time.monotonic() >= self._start_again:
-                self.restarts += 1
-                self.start()
-            return
-        if self._frozen():
+                self._restart()
+        elif (end := self._ended()) is not None:
+            self._plan_restart(end)
+        elif self._frozen():
             log.error("%s gives no sign of life and is killed", self.name)
             self.kill()
-        if (end := self._ended()) is not None:
-            self._plan_restart(end)
+            self._plan_restart("was frozen")
 
     def terminate(self) -> None:
         """Ask the process to finish and end."""
@@ -100,10 +118,11 @@ class Child:
                 self._process.terminate()
 
     def kill(self) -> None:
-        """End the process now."""
+        """End the process now. One that the kernel does not let go is left behind."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
+            if not self.wait(KILL_LIMIT_S):
+                log.error("%s (pid %d) does not end", self.name, self._process.pid)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the process to end; say whether it did in time."""
@@ -124,23 +143,46 @@ class Child:
     def _ended(self) -> str | None:
         """Say how the process ended; None while it runs."""
         code = self._process.poll() if self._process is not None else None
-        if code is None:
-            return None
-        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+        return None if code is None else describe_end(code)
 
     def _frozen(self) -> bool:
+        """Whether it has been silent for too long since its first heartbeat."""
         assert self._heartbeat is not None
+        now = time.monotonic()
+        self._silent_s += min(now - self._looked, LONGEST_TURN_S)
+        self._looked = now
         with contextlib.suppress(BlockingIOError):
             if os.read(self._heartbeat, 4096):
-                self._last_beat = time.monotonic()
-        return self._last_beat is not None and time.monotonic() - self._last_beat > FROZEN_S
+                self._silent_s = 0.0
+                self._up_since = self._up_since or now
+        return self.up and self._silent_s > FROZEN_S
+
+    def _restart(self) -> None:
+        self.restarts += 1
+        try:
+            self.start()
+        except OSError as error:
+            self._plan_restart(f"could not be started ({error})")
 
     def _plan_restart(self, end: str) -> None:
-        steady = time.monotonic() - self._started > STEADY_S
+        steady = self._up_since is not None and time.monotonic() - self._up_since > STEADY_S
         self._failures = 1 if steady else self._failures + 1
         if self._failures > MAX_FAILURES:
             raise ChildFailedError(f"{self.name} {end}, {self._failures} times in a row")
         delay = min(FIRST_DELAY_S * 2 ** (self._failures - 1), LONGEST_DELAY_S)
         log.error("%s %s; it is started again in %.1f s", self.name, end, delay)
         self.close()
+        self._up_since = None
         self._start_again = time.monotonic() + delay
+
+
+def describe_end(code: int) -> str:
+    """Say in words what an exit code of `subprocess` means."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:  # real-time signals have no names
+        name = f"signal {-code}"
+    hint = " (perhaps for lack of memory)" if name == "SIGKILL" else ""
+    return f"was ended by {name}{hint}"

@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import logging
+import shlex
 import shutil
 import signal
 import socket
@@ -14,19 +15,19 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from types import FrameType
+from typing import Any
+
+import msgspec
 
 from rose.serving.children import Child
-from rose.serving.process import listen
+from rose.serving.process import KEYS_VARIABLE, listen, stop_signals
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.05
-DRAIN_LIMIT_S = 30.0
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-
-class StopRequestedError(Exception):
-    """SIGTERM or SIGINT has arrived."""
+PROBE_TIMEOUT_S = 0.5
+GATEWAY_STOP_S = 25.0  # it drains for 20
+ENGINE_STOP_S = 10.0  # without a gateway they have nothing left to do
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ def parse_models(arguments: Sequence[str]) -> list[ModelSpec]:
 
 def _parse_model(argument: str) -> ModelSpec:
     name, separator, path = argument.partition("=")
-    if separator and name and path:
+    if separator and name and path and not Path(argument).exists():
         return ModelSpec(name, path)
     return ModelSpec(Path(argument).resolve().name or argument, argument)
 
@@ -81,6 +82,7 @@ class Supervisor:
         self._engine_options, self._gateway_options = engine_options, gateway_options
         self._secrets = {name: value for name, value in secrets.items() if value}
         self._children: list[Child] = []
+        self._signals = 0
 
     def run(self) -> int:
         """Run until a signal asks to stop; returns 0 then.
@@ -90,22 +92,23 @@ class Supervisor:
             ChildFailedError: a process could not start, or was lost for good; the others have
                 been stopped.
         """
-        for number in STOP_SIGNALS:
-            signal.signal(number, _request_stop)
+        for number in stop_signals():
+            signal.signal(number, self._count_signal)
         with listen(self._host, self._port) as listener, _socket_folder() as folder:
             try:
                 self._start(folder, listener)
-                self._wait_ready()
-                self._announce()
-                while True:
-                    for child in self._children:
-                        child.keep_running()
-                    time.sleep(POLL_S)
-            except StopRequestedError:
+                if self._wait_ready():
+                    self._announce()
+                    self._keep_running()
                 log.info("stopping")
                 return 0
             finally:
+                listener.close()  # or connections would wait here for a gateway that has gone
                 self._stop()
+
+    def _count_signal(self, _number: int, _frame: FrameType | None) -> None:
+        """Note a signal; the loops look. Raising here could hit the start of a process halfway."""
+        self._signals += 1
 
     def _start(self, folder: Path, listener: socket.socket) -> None:
         addresses = []
@@ -121,19 +124,35 @@ class Supervisor:
         for child in self._children:
             child.start()
 
-    def _wait_ready(self) -> None:
-        while not self._ready():
+    def _wait_ready(self) -> bool:
+        """Wait until all models are ready; False if a signal came first."""
+        while not self._signals:
+            if self._get("/ready") is not None:
+                return True
             for child in self._children:
                 child.check_started()
             time.sleep(POLL_S)
+        return False
 
-    def _ready(self) -> bool:
-        connection = http.client.HTTPConnection(self._reachable_host, self._port, timeout=2)
+    def _keep_running(self) -> None:
+        while not self._signals:
+            for child in self._children:
+                child.keep_running()
+            time.sleep(POLL_S)
+
+    def _get(self, path: str) -> bytes | None:
+        """Ask the gateway; None unless it answers 200."""
+        connection = http.client.HTTPConnection(
+            self._reachable_host, self._port, timeout=PROBE_TIMEOUT_S
+        )
+        keys = self._secrets.get(KEYS_VARIABLE, "").split()
+        headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
         try:
-            connection.request("GET", "/ready")
-            return connection.getresponse().status == 200
+            connection.request("GET", path, headers=headers)
+            response = connection.getresponse()
+            return response.read() if response.status == 200 else None
         except (OSError, http.client.HTTPException):
-            return False
+            return None
         finally:
             connection.close()
 
@@ -144,36 +163,61 @@ class Supervisor:
     def _announce(self) -> None:
         host = f"[{self._reachable_host}]" if ":" in self._reachable_host else self._reachable_host
         url = f"http://{host}:{self._port}"
-        body = json.dumps({"model": self._models[0].name, "input": "a red kite over the hill"})
-        print(  # noqa: T201 - the line that a person waits for
+        example = self._example(url)
+        print(  # noqa: T201 - the lines that a person waits for
             f"\nROSE serves {', '.join(model.name for model in self._models)} on {url}\n"
-            f"Documentation: {url}/docs\nTry:\n"
-            f"  curl {url}/v1/embeddings -H 'Content-Type: application/json' -d '{body}'\n",
+            f"Documentation: {url}/docs\n" + (f"Try:\n  {example}\n" if example else ""),
             flush=True,
         )
+
+    def _example(self, url: str) -> str | None:
+        """Return a command to try on the first model, if a task of it is known here."""
+        name = self._models[0].name
+        listed = msgspec.json.decode(self._get("/v1/models") or b'{"data": []}')["data"]
+        tasks = [task for model in listed if model["id"] == name for task in model["tasks"]]
+        found = next((EXAMPLES[task] for task in tasks if task in EXAMPLES), None)
+        if found is None:
+            return None
+        path, fields = found
+        return _curl(url + path, {"model": name, **fields}, keyed=bool(self._secrets))
 
     def _stop(self) -> None:
         """Stop the gateway first, so that it can answer what the engines still work on.
 
         A second signal ends everything at once.
         """
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._kill_all)
-        deadline = time.monotonic() + DRAIN_LIMIT_S
-        for child in reversed(self._children):
+        self._end(self._children[-1:], GATEWAY_STOP_S)
+        self._end(self._children[:-1], ENGINE_STOP_S)
+
+    def _end(self, children: Sequence[Child], limit_s: float) -> None:
+        for child in children:
             child.terminate()
-            if not child.wait(max(0.1, deadline - time.monotonic())):
-                log.warning("%s did not end in time and is killed", child.name)
-                child.kill()
+        deadline = time.monotonic() + limit_s
+        while running := [child for child in children if not child.wait(0)]:
+            if self._signals > 1 or time.monotonic() > deadline:
+                break
+            time.sleep(POLL_S)
+        for child in running:
+            log.warning("%s did not end in time and is killed", child.name)
+            child.kill()
+        for child in children:
             child.close()
 
-    def _kill_all(self, _number: int, _frame: FrameType | None) -> None:
-        for child in self._children:
-            child.kill()
+
+EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
+    "generate": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "What is the capital of France?"}]},
+    ),
+    "embed": ("/v1/embeddings", {"input": "a red kite over the hill"}),
+}
 
 
-def _request_stop(number: int, _frame: FrameType | None) -> None:
-    raise StopRequestedError(signal.Signals(number).name)
+def _curl(url: str, body: dict[str, Any], *, keyed: bool) -> str:
+    """Write a request as a command for the shell; a key is left for the person to fill in."""
+    key = f' -H "Authorization: Bearer ${KEYS_VARIABLE}"' if keyed else ""
+    data = shlex.quote(json.dumps(body, ensure_ascii=False))
+    return f"curl {url} -H 'Content-Type: application/json'{key} -d {data}"
 
 
 @contextlib.contextmanager

@@ -16,10 +16,13 @@ from rose.serving.gateway.app import create_app
 from rose.serving.gateway.settings import GatewaySettings
 from rose.serving.process import beat, stop_event
 from rose.serving.replicas import ReplicaSet
+from rose.serving.transport import check_peer
 
 log = logging.getLogger(__name__)
 
 DRAIN_LIMIT_S = 20
+
+NamedAddress = tuple[str | None, str]
 
 
 def run_gateway(engines: Sequence[str], settings: GatewaySettings, listener: socket.socket) -> None:
@@ -34,38 +37,70 @@ def run_gateway(engines: Sequence[str], settings: GatewaySettings, listener: soc
     Raises:
         ValueError: an address cannot be used.
     """
-    uvloop.run(_serve(engines, settings, listener))
+    uvloop.run(_serve([parse_engine(engine) for engine in engines], settings, listener))
 
 
 async def _serve(
-    engines: Sequence[str], settings: GatewaySettings, listener: socket.socket
+    engines: Sequence[NamedAddress], settings: GatewaySettings, listener: socket.socket
 ) -> None:
     stop = stop_event()
-    beating = asyncio.create_task(beat())
     context = zmq.asyncio.Context()
-    clients: list[EngineClient] = []
+    named = [(name, EngineClient(context, address)) for name, address in engines]
+    clients = [client for _, client in named]
+    for client in clients:
+        client.start()
+    serving = asyncio.create_task(_serve_models(named, settings, listener, stop))
+    watching = [asyncio.create_task(beat()), *[asyncio.create_task(c.watch()) for c in clients]]
     try:
-        models: dict[str, list[EngineClient]] = {}
-        for engine in engines:
-            name, separator, address = engine.partition("=")
-            client = EngineClient(context, address if separator else engine)
-            client.start()
-            clients.append(client)
-            models.setdefault(name if separator else await _ask_name(client), []).append(client)
-        sets = {name: ReplicaSet(replicas) for name, replicas in models.items()}
-        await _serve_http(create_app(sets, settings), listener, stop)
+        await asyncio.wait([serving, *watching], return_when=asyncio.FIRST_COMPLETED)
+        for task in (*watching, serving):
+            if task.done():
+                task.result()  # what only watches ends by an error alone
     finally:
-        beating.cancel()
+        for task in (serving, *watching):
+            task.cancel()
+        await asyncio.gather(serving, *watching, return_exceptions=True)
         for client in clients:
             await client.close()
         context.destroy(linger=0)
 
 
-async def _ask_name(client: EngineClient) -> str:
+def parse_engine(argument: str) -> NamedAddress:
+    """Read NAME=ADDRESS, or an address alone.
+
+    Raises:
+        ValueError: the address cannot be used.
+    """
+    name, separator, address = argument.partition("=")
+    if separator and "://" not in name:
+        return name, check_peer(address)
+    return None, check_peer(argument)
+
+
+async def _serve_models(
+    named: Sequence[tuple[str | None, EngineClient]],
+    settings: GatewaySettings,
+    listener: socket.socket,
+    stop: asyncio.Event,
+) -> None:
+    models: dict[str, list[EngineClient]] = {}
+    for name, client in named:
+        name = name or await _ask_name(client, stop)
+        if name is None:
+            return
+        models.setdefault(name, []).append(client)
+    sets = {name: ReplicaSet(replicas) for name, replicas in models.items()}
+    await _serve_http(create_app(sets, settings), listener, stop)
+
+
+async def _ask_name(client: EngineClient, stop: asyncio.Event) -> str | None:
+    """Wait for an engine and return its name; None if it is time to stop."""
     log.info("waiting for the engine at %s", client.address)
-    await client.wait_ready()
-    assert client.card is not None
-    return client.card.name
+    waits = [asyncio.create_task(client.wait_ready()), asyncio.create_task(stop.wait())]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+    return client.card.name if client.card is not None else None
 
 
 async def _serve_http(app: Starlette, listener: socket.socket, stop: asyncio.Event) -> None:

@@ -1,0 +1,102 @@
+"""The gateway's process against engines that are there, not there yet, or faulty."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+
+from rose.serving.client import EngineClient
+from rose.serving.gateway import server
+from rose.serving.gateway.server import parse_engine
+from rose.serving.gateway.settings import GatewaySettings
+from rose.serving.process import listen
+from rose.serving.transport import AddressError
+from tests.unit.engine_rig import drive
+
+
+@pytest.fixture
+def gateway(tmp_path):
+    """Starts `rose gateway` with options; returns its process and its url."""
+    started = []
+
+    def start(*options):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        command = [sys.executable, "-m", "rose", "gateway", "--port", str(port), *options]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        started.append(process)
+        return process, f"http://127.0.0.1:{port}"
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def wait_line(process, words):
+    for line in process.stderr:
+        if words in line:
+            return
+    raise AssertionError(f"the gateway never said {words!r}")
+
+
+def test_an_engine_without_a_name_is_waited_for_and_a_signal_ends_the_wait(gateway, tmp_path):
+    process, _ = gateway("--engine", f"ipc://{tmp_path}/none.sock")
+    wait_line(process, "waiting for the engine")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+
+
+def test_a_named_engine_may_come_later(gateway, tmp_path):
+    process, url = gateway("--engine", f"toy=ipc://{tmp_path}/none.sock")
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            answer = httpx.get(f"{url}/ready", timeout=5)
+            break
+        except httpx.TransportError:
+            time.sleep(0.05)
+    assert answer.status_code == 503
+    assert "connecting to the engine" in answer.json()["error"]["message"]
+    assert httpx.get(f"{url}/health").status_code == 200
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://10.0.0.1:5", "a=tcp://10.0.0.1:5", "tcp://127.0.0.1:*", "x"]
+)
+def test_an_address_that_cannot_be_is_one_line_and_exit_code_1(gateway, address):
+    process, _ = gateway("--engine", address)
+    assert process.wait(30) == 1
+    (line,) = process.stderr.read().splitlines()
+    assert line.startswith("error: address")
+
+
+def test_a_name_may_be_given_and_a_path_may_hold_an_equals_sign():
+    assert parse_engine("m=ipc:///tmp/e.sock") == ("m", "ipc:///tmp/e.sock")
+    assert parse_engine("ipc:///tmp/a=b.sock") == (None, "ipc:///tmp/a=b.sock")
+    assert parse_engine("m=ipc:///tmp/a=b.sock") == ("m", "ipc:///tmp/a=b.sock")
+    with pytest.raises(AddressError):
+        parse_engine("m=nonsense")
+
+
+def test_a_client_that_fails_ends_the_gateway_with_its_error(tmp_path, monkeypatch):
+    async def broken(self):
+        raise KeyError("a fault of ROSE")
+
+    monkeypatch.setattr(EngineClient, "_heartbeat_loop", broken)
+
+    async def scenario():
+        engines = [("toy", f"ipc://{tmp_path}/none.sock")]
+        with listen("127.0.0.1", 0) as listener, pytest.raises(KeyError, match="a fault of ROSE"):
+            await server._serve(engines, GatewaySettings(), listener)
+
+    drive(scenario)
+    assert os.listdir(tmp_path) == []
