@@ -118,3 +118,114 @@ def test_rope_of_each_layer_type(tmp_path):
     tiny.edit_json(path / "config.json", rope_parameters={"sliding_attention": local})
     with pytest.raises(CheckpointError, match="full_attention"):
         load(path)
+
+
+GEMMA3_ROPES = [
+    {},
+    {"rope_theta": 5e5, "rope_local_base_freq": 300.0},
+    {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    {"rope_parameters": {FULL: {"rope_type": "linear", "factor": 2.0, "rope_theta": 9e5}}},
+    {
+        "rope_parameters": {
+            FULL: {"rope_type": "default", "rope_theta": 2e5},
+            SLIDING: {"rope_type": "default", "rope_theta": 77.0},
+        },
+        "rope_theta": 5.0,
+    },
+]
+
+
+@pytest.mark.parametrize("settings", GEMMA3_ROPES, ids=str)
+def test_gemma3_rotates_windows_by_another_base(tmp_path, settings):
+    path = tiny.save_decoder(tmp_path, "gemma3_text", head=False)
+    keys = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
+    tiny.edit_json(path / "config.json", **(dict.fromkeys(keys, ...) | settings))
+    batch = sequences(70, (60, 9))
+    assert_states(load(path), batch, reference_states(path, batch), 2e-5)
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.1, 1.5], "long_factor": [2.0, 9.0]}
+PHI3_ROPES = [
+    {"partial_rotary_factor": 0.5},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+    {"rope_scaling": LONGROPE, "partial_rotary_factor": 0.5},
+    {"rope_scaling": LONGROPE | {"attention_factor": 1.2}, "partial_rotary_factor": 0.5},
+    {"rope_scaling": LONGROPE | {"factor": 4.0}, "partial_rotary_factor": 0.5},
+    {
+        "rope_scaling": LONGROPE
+        | {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+    },
+]
+
+
+@pytest.mark.parametrize("settings", PHI3_ROPES, ids=str)
+def test_phi3(tmp_path, settings):
+    """Sequences on both sides of the original length share a batch."""
+    path = tiny.save_decoder(
+        tmp_path, "phi3", head=False, original_max_position_embeddings=20, pad_token_id=0
+    )
+    keys = ("rope_parameters", "rope_scaling", "partial_rotary_factor")
+    tiny.edit_json(path / "config.json", **(dict.fromkeys(keys, ...) | settings))
+    batch = sequences(70, (40, 7, 21, 20))
+    expected = [reference_states(path, [ids])[0] for ids in batch]
+    assert_states(load(path), batch, expected, 2e-5)
+
+
+@pytest.mark.parametrize("name", ["su", "yarn"])
+def test_older_names_of_phi3s_longrope(tmp_path, name):
+    path = tiny.save_decoder(tmp_path, "phi3", head=False, original_max_position_embeddings=20)
+    rope = {"rope_parameters": ..., "rope_scaling": LONGROPE, "partial_rotary_factor": 0.5}
+    tiny.edit_json(path / "config.json", **rope)
+    batch, _ = ragged(sequences(70, (40, 7)))
+    expected = load(path).backbone(batch)
+    older = {key: value for key, value in LONGROPE.items() if key != "rope_type"}
+    tiny.edit_json(path / "config.json", rope_scaling=older | {"type": name})
+    torch.testing.assert_close(load(path).backbone(batch), expected, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"partial_rotary_factor": 0.4}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.0}, "partial_rotary_factor"),
+        ({"rope_scaling": {"type": "su"}}, "short_factor"),
+        ({"rope_scaling": LONGROPE}, "short_factor: 4 positive"),
+        ({"rope_scaling": LONGROPE | {"short_factor": [1, 2, 3, 0]}}, "short_factor: 4 positive"),
+    ],
+    ids=str,
+)
+def test_phi3_ropes_that_are_refused(tmp_path, settings, named):
+    path = tiny.save_decoder(tmp_path, "phi3", head=False)
+    tiny.edit_json(path / "config.json", **({"rope_parameters": ...} | settings))
+    with pytest.raises(CheckpointError, match=named):
+        load(path)
+
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+GROWING = [
+    ("llama", {"max_position_embeddings": 16, "rope_parameters": DYNAMIC}),
+    (
+        "phi3",
+        {
+            "max_position_embeddings": 64,
+            "original_max_position_embeddings": 16,
+            "rope_parameters": LONGROPE | {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings"), GROWING, ids=["dynamic", "longrope"])
+def test_keys_are_kept_only_while_their_rotation_stays(tmp_path, kind, settings):
+    path = tiny.save_decoder(tmp_path, kind, **settings)
+    model = load(path, tasks=("generate",))
+    assert model.card.max_model_len == 16
+    assert load(path, tasks=("generate",), max_model_len=9).card.max_model_len == 9
+    with pytest.raises(CheckpointError, match=r"max_model_len 17.*beyond 16 tokens"):
+        load(path, tasks=("generate",), max_model_len=17)
+    with pytest.raises(CheckpointError, match="max_model_len"):
+        load(path, tasks=("embed", "generate"), max_model_len=17)
+    assert load(path, tasks=("embed",), max_model_len=40).card.max_model_len == 40
+    warned = [w for w in model.warnings if "rotation of keys" in w]
+    assert bool(warned) == (settings["max_position_embeddings"] > 16)
