@@ -314,14 +314,23 @@ QWEN2 = _architecture(
         windows=windows_on_request,
     )
 )
-QWEN3 = _architecture(
-    Family(
-        "qwen3",
-        vocab_size=151936,
-        intermediate_size=22016,
-        max_positions=32768,
-        head_dim=128,
-        qk_norm=True,
-        windows=windows_on_request,
-    )
+_QWEN3 = Family(
+    "qwen3",
+    vocab_size=151936,
+    intermediate_size=22016,
+    max_positions=32768,
+    head_dim=128,
+    qk_norm=True,
+    windows=windows_on_request,
 )
+QWEN3 = _architecture(_QWEN3)
+
+
+def _read_pplx_config(reader: ConfigReader) -> DecoderConfig:
+    """Read a Qwen3 that sees both ways unless it is told otherwise (pplx-embed)."""
+    if not reader.has("is_causal"):
+        reader.override({"is_causal": False}, f"default of {reader.architecture}")
+    return read_decoder_config(_QWEN3, reader)
+
+
+PPLX_QWEN3 = decoder_architecture("bidirectional_pplx_qwen3", _read_pplx_config)

@@ -237,6 +237,7 @@ def _embedding_card(plan: Plan, recipe: "Recipe") -> EmbeddingCard:
         default_prompt_name=recipe.default_prompt_name,
         pools_prompt=recipe.pooling.include_prompt or plan.chat is not None,
         chat=plan.chat,
+        quantizer=recipe.quantizer,
     )
 
 

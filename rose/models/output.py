@@ -38,7 +38,10 @@ class OutputOptions(Protocol):
 
 
 def finish(
-    vectors_BD: "ArrayLike", options: OutputOptions, normalize_default: bool
+    vectors_BD: "ArrayLike",
+    options: OutputOptions,
+    normalize_default: bool,
+    quantizer: str = "scale",
 ) -> "NDArray[Any]":
     """Cut, normalise and quantise finite vectors.
 
@@ -46,13 +49,16 @@ def finish(
         vectors_BD: float32 [B, D], an array or a tensor on the CPU. It is not changed.
         options: the request's wishes.
         normalize_default: what the checkpoint says where the request says nothing.
+        quantizer: how the checkpoint makes whole numbers. "scale": by the largest magnitude of each
+            vector, where they are asked for. "tanh": always, as round(127 tanh(x)); a vector of
+            floats holds these codes, and bits are the signs of what they were made of.
 
     Returns:
         A C-contiguous array [B, d] of the type that `output_dtype` stands for; d is the width that
         was asked for, an eighth of it (rounded up) for binary types.
 
     Raises:
-        ValueError: `dimensions` or `output_dtype` cannot be.
+        ValueError: `dimensions` or `output_dtype` cannot be, or `normalize` does not go with them.
     """
     array = np.asarray(vectors_BD, dtype=np.float32)
     cut = _cut(array, options.dimensions)
@@ -60,8 +66,27 @@ def finish(
     if options.output_dtype not in QUANTIZERS:
         known = ", ".join(QUANTIZERS)
         raise ValueError(f"output_dtype: {options.output_dtype!r} is not among {known}")
+    if quantizer == "tanh":
+        return np.ascontiguousarray(_tanh_codes(cut, options.output_dtype, normalize=normalize))
     quantize = QUANTIZERS[options.output_dtype]
     return np.ascontiguousarray(quantize(l2_normalize(cut) if normalize else cut))
+
+
+def _tanh_codes(
+    array: "NDArray[np.float32]", output_dtype: str, *, normalize: bool
+) -> "NDArray[Any]":
+    """Quantise as pplx-embed's FlexibleQuantizer does."""
+    if normalize and not output_dtype.startswith("float"):
+        raise ValueError(f"normalize: {output_dtype} codes of this model are not normalised")
+    if output_dtype in ("binary", "ubinary"):
+        bits = np.packbits(array >= 0, axis=-1)
+        return bits if output_dtype == "ubinary" else (bits.astype(np.int16) - 128).astype(np.int8)
+    codes = np.rint(np.tanh(array) * np.float32(127))
+    if output_dtype == "int8":
+        return codes.astype(np.int8)
+    if output_dtype == "uint8":
+        return (codes + 128).astype(np.uint8)
+    return QUANTIZERS[output_dtype](l2_normalize(codes) if normalize else codes)
 
 
 def _cut(array: "NDArray[np.float32]", dimensions: int | None) -> "NDArray[np.float32]":

@@ -6,7 +6,7 @@ Reads the files of sentence-transformers in the older and the newer style. Free 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 from rose.models.config import MODULES_FILE, CheckpointFolder, Setting
 from rose.models.errors import CheckpointError
@@ -27,7 +27,9 @@ _READERS: dict[str, Callable[[CheckpointFolder, str], VectorModule]] = {
     "LayerNorm": read_layer_norm,
     "Normalize": read_normalize,
 }
-_KNOWN = ("Transformer", "Pooling", *_READERS, "Dropout", "LogitScore")
+_QUANTIZER = "FlexibleQuantizer"
+_KNOWN = ("Transformer", "Pooling", *_READERS, "Dropout", "LogitScore", _QUANTIZER)
+_OWN_TYPES = (f"st_quantize.{_QUANTIZER}",)  # of pplx-embed, whose code is not run but known
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +37,14 @@ class Recipe:
     """What follows the backbone.
 
     `modules` run in this order after pooling; a trailing normalisation is not among them but in
-    `normalize`, so that a request can cut the vector before it. `truncate_dim` is the width to
-    which the checkpoint itself cuts its vectors.
+    `normalize`, and a quantiser in `quantizer`, so that a request can cut the vector before them.
+    `truncate_dim` is the width to which the checkpoint itself cuts its vectors.
     """
 
     pooling: PoolingModule
     modules: tuple[VectorModule, ...] = ()
     normalize: bool = False
+    quantizer: Literal["scale", "tanh"] = "scale"
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
     truncate_dim: int | None = None
@@ -84,7 +87,9 @@ def _module_entry(folder: CheckpointFolder, index: int, entry: object) -> Module
     if not isinstance(entry, dict) or not isinstance(entry.get("type"), str):
         raise CheckpointError(f"{where}: an object with a type is expected, found {entry!r}")
     kind = entry["type"].rpartition(".")[2]
-    if not entry["type"].startswith("sentence_transformers.") or kind not in _KNOWN:
+    is_own = entry["type"] in _OWN_TYPES
+    is_library = entry["type"].startswith("sentence_transformers.") and kind != _QUANTIZER
+    if not (is_own or is_library) or kind not in _KNOWN:
         raise CheckpointError(
             f"{where}: module {entry['type']!r} is not supported. Known: {', '.join(_KNOWN)}."
         )
@@ -138,6 +143,7 @@ def _from_entries(folder: CheckpointFolder, entries: list[ModuleEntry]) -> Recip
     _check_order(folder, entries)
     pooling = read_pooling(folder, entries[1].path)
     pooling_file = f"{entries[1].path}/config.json"
+    quantizes = entries[-1].kind == _QUANTIZER
     modules = [
         _READERS[entry.kind](folder, entry.path) for entry in entries[2:] if entry.kind in _READERS
     ]
@@ -150,19 +156,30 @@ def _from_entries(folder: CheckpointFolder, entries: list[ModuleEntry]) -> Recip
         Setting("pooling includes prompt", pooling.include_prompt, pooling_file),
         *(Setting(f"module {i}", str(module), MODULES_FILE) for i, module in enumerate(modules, 2)),
         Setting("normalize", normalize, MODULES_FILE),
+        *([Setting("quantizer", "tanh", MODULES_FILE)] if quantizes else []),
     )
     missing = f"{pooling_file} is missing or empty: pooling is the mean"
     warnings = () if folder.json(pooling_file) else (missing,)
-    return Recipe(pooling, tuple(modules), normalize, settings=settings, warnings=warnings)
+    return Recipe(
+        pooling,
+        tuple(modules),
+        normalize,
+        "tanh" if quantizes else "scale",
+        settings=settings,
+        warnings=warnings,
+    )
 
 
 def _check_order(folder: CheckpointFolder, entries: list[ModuleEntry]) -> None:
     transformer_path(folder)  # checks the first entry
     kinds = [entry.kind for entry in entries]
-    if kinds.count("Transformer") != 1 or kinds.count("Pooling") != 1 or kinds[1] != "Pooling":
+    is_expected = kinds.count("Transformer") == kinds.count("Pooling") == 1
+    misplaced = "LogitScore" in kinds or _QUANTIZER in kinds[:-1]
+    misplaced |= _QUANTIZER in kinds and "Normalize" in kinds
+    if not is_expected or kinds[1] != "Pooling" or misplaced:
         raise CheckpointError(
-            f"{folder.path / MODULES_FILE}: a Transformer, then one Pooling, then other modules "
-            f"are expected, found {', '.join(kinds)}"
+            f"{folder.path / MODULES_FILE}: a Transformer, then one Pooling, then other modules, a "
+            f"quantizer last, are expected, found {', '.join(kinds)}"
         )
 
 

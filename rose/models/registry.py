@@ -7,6 +7,7 @@ ARCHITECTURES: Registry[Architecture] = Registry(
     "architecture (model_type)",
     {
         "bert": "rose.models.bert_config:BERT",
+        "bidirectional_pplx_qwen3": "rose.models.decoder_config:PPLX_QWEN3",
         "distilbert": "rose.models.distilbert_config:DISTILBERT",
         "gemma": "rose.models.gemma_config:GEMMA",
         "gemma2": "rose.models.gemma_config:GEMMA2",

@@ -147,10 +147,11 @@ class EmbedService:
         """Find out on one row whether vectors can be finished like that."""
         embedding = self._card.embedding
         assert embedding is not None
+        row = np.zeros((1, embedding.dimensions), np.float32)
         try:
-            finish(np.zeros((1, embedding.dimensions), np.float32), options, embedding.normalize)
-        except ValueError as error:
-            raise RequestError(str(error), "dimensions") from None
+            finish(row, options, embedding.normalize, embedding.quantizer)
+        except ValueError as error:  # it begins with the field's name
+            raise RequestError(str(error), str(error).partition(":")[0]) from None
 
     def _launch(self, on_done: Callable[[], None]) -> None:
         """Launch what there is when the device is idle, and a full batch behind a running one."""
@@ -215,7 +216,7 @@ class EmbedService:
         assert embedding is not None
         assert call.rows is not None
         assert job.started is not None
-        vectors = finish(call.rows, call.options, embedding.normalize)
+        vectors = finish(call.rows, call.options, embedding.normalize, embedding.quantizer)
         return FinishedEmbed(vectors, job.started - job.arrived, time.monotonic() - job.started)
 
     def _end(self, job: EmbedJob, outcome: FinishedEmbed | Exception) -> None:

@@ -191,10 +191,9 @@ class Engine:
         runtime, facts = self._embedding()
         options = _check_options(facts, dimensions, normalize, output_dtype)
         if not encoded.ids:
-            width = finish(np.zeros((1, facts.dimensions), np.float32), options, facts.normalize)
-            return width[:0]
+            return _finish(np.zeros((1, facts.dimensions), np.float32), options, facts)[:0]
         rows = self._run(runtime, encoded.ids, encoded.pool_from, progress)
-        return finish(rows, options, facts.normalize)
+        return _finish(rows, options, facts)
 
     def generate(
         self,
@@ -419,7 +418,18 @@ def _check_options(
     if dimensions is not None and not 1 <= dimensions <= facts.dimensions:
         message = f"dimensions must be from 1 to {facts.dimensions}, not {dimensions}"
         raise RequestError(message, "dimensions")
-    return EmbedOptions(dimensions=dimensions, normalize=normalize, output_dtype=output_dtype)
+    options = EmbedOptions(dimensions=dimensions, normalize=normalize, output_dtype=output_dtype)
+    try:  # on one row
+        _finish(np.zeros((1, facts.dimensions), np.float32), options, facts)
+    except ValueError as error:  # it begins with the field's name
+        raise RequestError(str(error), str(error).partition(":")[0]) from None
+    return options
+
+
+def _finish(
+    rows: npt.NDArray[np.float32], options: EmbedOptions, facts: EmbeddingCard
+) -> npt.NDArray[Any]:
+    return finish(rows, options, facts.normalize, facts.quantizer)
 
 
 def _choose_prompt(facts: EmbeddingCard, name: str | None, text: str | None) -> str:
