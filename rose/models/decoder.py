@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rose.kernels import norm
 from rose.kernels.attention.base import AttentionSpec
-from rose.kernels.rope import apply_rope
+from rose.kernels.heads import HeadNorms, attend_heads
 from rose.models.layers import Embedding, GatedLinear, Linear, PackedLinear, RMSNorm
 from rose.models.rotary import RotaryEmbedding
 
@@ -122,6 +122,7 @@ class DecoderAttention(nn.Module):
         packed = [f"{name}.{part}_proj" for part in "qkv"]
         self.qkv = PackedLinear(packed, size, widths, bias=config.qkv_bias)
         self.output = Linear(f"{name}.o_proj", widths[0], size, bias=config.output_bias)
+        self.norm_offset = config.norm_offset
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if config.qk_norm:
@@ -132,10 +133,11 @@ class DecoderAttention(nn.Module):
         """Return [T, C]."""
         dim = self.spec.head_dim
         q_THD, k_TKD, v_TKD = (part.unflatten(1, (-1, dim)) for part in self.qkv.split(x_TC))
+        norms = None
         if self.q_norm is not None and self.k_norm is not None:
-            q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
-        q_THD, k_TKD = apply_rope(q_THD, k_TKD, *rotation)
-        out_THD = attention.attend(q_THD, k_TKD, v_TKD, self.spec)
+            weights = (self.q_norm.weight, self.k_norm.weight)
+            norms = HeadNorms(*weights, self.q_norm.eps, self.norm_offset)
+        out_THD = attend_heads(q_THD, k_TKD, v_TKD, rotation, norms, attention, self.spec)
         return self.output(out_THD.flatten(1))
 
 

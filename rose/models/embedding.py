@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from rose.kernels.epilogue import pool_and_finish
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -53,6 +55,9 @@ class EmbeddingModel(nn.Module):
 
     def pool(self, x_TC: Tensor, cu_seqlens: Tensor, pool_from: Tensor | None = None) -> Tensor:
         """Turn the backbone's hidden states into vectors, float32 [B, D]."""
+        if not self.modules_after and len(self.pooling.modes) == 1:
+            mode, width = self.pooling.modes[0], self.dimensions
+            return pool_and_finish(x_TC, cu_seqlens, pool_from, mode, width, False)
         vectors_BD = self.pooling(x_TC, cu_seqlens, pool_from)
         for module in self.modules_after:
             vectors_BD = module(vectors_BD)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from rose.kernels.attention.base import AttentionSpec
-from rose.kernels.rope import apply_rope
+from rose.kernels.embedding import embed_and_norm
+from rose.kernels.heads import attend_heads
 from rose.models.layers import Embedding, GatedLinear, LayerNorm, Linear, PackedLinear, Projection
 from rose.models.rotary import RotaryEmbedding
 
@@ -159,9 +160,10 @@ class EncoderAttention(nn.Module):
         """Return [T, C]."""
         heads = (self.spec.num_heads, self.spec.head_dim)
         q_THD, k_THD, v_THD = (part_TC.unflatten(1, heads) for part_TC in self.qkv.split(x_TC))
-        if rotation is not None:
-            q_THD, k_THD = apply_rope(q_THD, k_THD, *rotation)
-        out_THD = attention.attend(q_THD, k_THD, v_THD, self.spec)
+        if rotation is None:
+            out_THD = attention.attend(q_THD, k_THD, v_THD, self.spec)
+        else:
+            out_THD = attend_heads(q_THD, k_THD, v_THD, rotation, None, attention, self.spec)
         return self.norm.add(self.output(out_THD.flatten(1)), x_TC)
 
 
@@ -211,6 +213,18 @@ class WordEmbeddings(nn.Module):
             rows_T: each token's row of the position table.
             types_T: segment ids; None is segment 0 for every token.
         """
+        if self.types is not None and self.positions is not None:
+            return embed_and_norm(
+                ids_T,
+                rows_T,
+                types_T,
+                self.words.weight,
+                self.positions.weight,
+                self.types.weight,
+                self.norm.weight,
+                self.norm.bias,
+                self.norm.eps,
+            )
         x_TC = self.words(ids_T)
         if self.types is not None:
             x_TC = x_TC + self.types(ids_T.new_zeros(1) if types_T is None else types_T)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from rose.kernels.attention.base import AttentionSpec
+from rose.kernels.heads import attend_heads
 from rose.kernels.norm import add_layer_norm_with_sum
-from rose.kernels.rope import apply_rope
 from rose.models.layers import Embedding, GatedLinear, LayerNorm, Linear, PackedLinear
 from rose.models.modernbert_config import SLIDING
 from rose.models.rotary import RotaryEmbedding
@@ -110,8 +110,8 @@ class ModernBertAttention(nn.Module):
         """Return [T, C]."""
         heads = (self.spec.num_heads, self.spec.head_dim)
         q_THD, k_THD, v_THD = (part_TC.unflatten(1, heads) for part_TC in self.qkv.split(x_TC))
-        q_THD, k_THD = apply_rope(q_THD, k_THD, *rotation)
-        return self.output(attention.attend(q_THD, k_THD, v_THD, self.spec).flatten(1))
+        out_THD = attend_heads(q_THD, k_THD, v_THD, rotation, None, attention, self.spec)
+        return self.output(out_THD.flatten(1))
 
 
 class ModernBertMLP(nn.Module):
