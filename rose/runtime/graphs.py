@@ -8,11 +8,14 @@ Each bucket is a small state machine:
                                  +--capture fails--> failed      +--evicted--> cold
 
 Batches above the inflection point, from which the device takes longer than the launches, run
-eagerly, as do those of a failed bucket. This file knows no torch: what captures is injected.
+eagerly, as do those of a failed bucket, and those of a warm one as long as captures have had their
+share of the time. This file knows no torch: what captures is injected.
 """
 
 import logging
+import math
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -77,6 +80,7 @@ class GraphPolicy:
         max_graphs: graphs at one time; the least recently used one is evicted.
         max_bytes: device memory of all graphs together.
         min_pad: tokens that a ragged bucket's pad sequence has at least.
+        capture_share: share of the time that captures may take; batches wait behind them.
     """
 
     max_tokens: int
@@ -84,6 +88,7 @@ class GraphPolicy:
     max_graphs: int = 64
     max_bytes: int = 2 << 30
     min_pad: int = 1
+    capture_share: float = 0.1
 
     def __post_init__(self) -> None:
         """Check what a user can set.
@@ -91,8 +96,8 @@ class GraphPolicy:
         Raises:
             ValueError: a limit leaves no room for a graph.
         """
-        if self.max_graphs < 1 or self.max_bytes < 1:
-            raise ValueError("a graph cache needs room for at least one graph")
+        if self.max_graphs < 1 or self.max_bytes < 1 or not 0 < self.capture_share <= 1:
+            raise ValueError("a graph cache needs room and time for at least one graph")
 
 
 class Graph(Protocol):
@@ -215,15 +220,21 @@ class GraphCache(Generic[BatchT, OutT]):
     """Runs batches of one model, as graphs where that pays. To be used from one thread."""
 
     def __init__(
-        self, forward: Forward[BatchT, OutT], capturer: Capturer, policy: GraphPolicy
+        self,
+        forward: Forward[BatchT, OutT],
+        capturer: Capturer,
+        policy: GraphPolicy,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Start with all buckets cold."""
+        """Start with all buckets cold; `clock` tells seconds."""
         self.policy = policy
         self.counters = GraphCounters()
         self._forward = forward
         self._capturer = capturer
         self._entries: dict[GraphKey, GraphEntry[BatchT, OutT]] = {}
         self._captured: OrderedDict[GraphKey, Graph] = OrderedDict()  # least recently used first
+        self._clock = clock
+        self._next_capture = -math.inf
 
     @property
     def num_bytes(self) -> int:
@@ -233,7 +244,7 @@ class GraphCache(Generic[BatchT, OutT]):
     def run(self, batch: BatchT) -> OutT:
         """Run a batch; what it returns is valid until the next run."""
         entry = self._enter(batch)
-        if entry is not None and entry.state in (GraphState.WARM, GraphState.CAPTURED):
+        if entry is not None and self._runs_as_graph(entry):
             try:
                 return self._replay(entry, batch)
             except Exception as error:  # noqa: BLE001 - the batch runs eagerly instead
@@ -248,6 +259,7 @@ class GraphCache(Generic[BatchT, OutT]):
         """Run batches until their graphs are captured or known to fail."""
         for batch in batches:
             for _ in range(2):  # the first run is eager
+                self._next_capture = -math.inf
                 self.run(batch)
 
     def snapshot(self) -> list[GraphEntry[BatchT, OutT]]:
@@ -266,6 +278,11 @@ class GraphCache(Generic[BatchT, OutT]):
             entry = self._entries[key] = GraphEntry(key)
         entry.batches += 1
         return entry
+
+    def _runs_as_graph(self, entry: GraphEntry[BatchT, OutT]) -> bool:
+        if entry.state is GraphState.WARM:
+            return self._clock() >= self._next_capture
+        return entry.state is GraphState.CAPTURED
 
     def _replay(self, entry: GraphEntry[BatchT, OutT], batch: BatchT) -> OutT:
         captured = entry.state is GraphState.CAPTURED
@@ -290,6 +307,14 @@ class GraphCache(Generic[BatchT, OutT]):
 
     def _capture(self, entry: GraphEntry[BatchT, OutT], batch: BatchT) -> None:
         """Capture the graph of a bucket, evicting others where the budget asks for it."""
+        began = self._clock()
+        try:
+            self._make_graph(entry, batch)
+        finally:
+            ended = self._clock()
+            self._next_capture = ended + (ended - began) * (1 / self.policy.capture_share - 1)
+
+    def _make_graph(self, entry: GraphEntry[BatchT, OutT], batch: BatchT) -> None:
         while len(self._captured) >= self.policy.max_graphs:
             self._evict_oldest()
         program = self._forward.program(entry.key, batch)

@@ -30,7 +30,7 @@ COLOURS: dict[GraphState, str] = {
 }
 MEANINGS: dict[GraphState, str] = {
     "captured": "captured: replayed from now on",
-    "warm": "warm: captured at the next batch",
+    "warm": "warm: captured at a later batch",
     "failed": "failed: always eager",
     "cold": "cold: evicted",
 }

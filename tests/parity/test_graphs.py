@@ -34,7 +34,7 @@ def test_vectors_of_padded_batches_equal_eager_ones(kind, worker, tmp_path):
     model = EmbeddingModel(backbone, pooler, [], len(POOLINGS) * backbone.hidden_size)
     eager = EmbeddingRuntime(model, FixedSdpaBackend(), worker)
     graphs = EmbeddingRuntime(model, FixedSdpaBackend(), worker)
-    graphs.use_graphs(CallCapturer(), GraphPolicy(max_tokens=300))
+    graphs.use_graphs(CallCapturer(), GraphPolicy(max_tokens=300, capture_share=1))
     rng = np.random.default_rng(0)
     for count in (1, 2, 3, 7) * 5:
         lengths = rng.integers(4, 38, count).astype(np.int32)
@@ -61,7 +61,7 @@ def test_tokens_of_padded_steps_equal_eager_ones(kind, worker, tmp_path):
     ]
     eager = Rig(model, worker).run(requests)
     rig = Rig(model, worker, backend=FixedSdpaBackend())
-    rig.runtime.use_graphs(CallCapturer(), GraphPolicy(max_tokens=16), max_len=128)
+    rig.runtime.use_graphs(CallCapturer(), GraphPolicy(max_tokens=16, capture_share=1), max_len=128)
     rig.runtime.warm_up([8])
     outputs = rig.run(requests)
     assert [output.tokens for output in outputs] == [output.tokens for output in eager]

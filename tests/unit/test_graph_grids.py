@@ -21,9 +21,8 @@ from tests.unit.test_graphs import Values, batch
 
 def cache_of(*runs, max_graphs=8):
     """A cache after batches, each in the bucket of a number."""
-    cache = GraphCache(
-        Values(), CallCapturer(), GraphPolicy(max_tokens=1000, max_graphs=max_graphs)
-    )
+    policy = GraphPolicy(max_tokens=1000, max_graphs=max_graphs)
+    cache = GraphCache(Values(), CallCapturer(), policy, clock=lambda: 0.0)
     for bucket in runs:
         cache.run(batch(bucket, "x"))
     return cache

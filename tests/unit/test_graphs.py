@@ -82,9 +82,10 @@ def test_buckets_of_decode_steps():
     assert decode_key(5) == GraphKey(8, 8, 1)
 
 
-def test_a_policy_without_room_is_refused():
+@pytest.mark.parametrize("limits", [{"max_graphs": 0}, {"max_bytes": 0}, {"capture_share": 0}])
+def test_a_policy_without_room_is_refused(limits):
     with pytest.raises(ValueError, match="at least one graph"):
-        GraphPolicy(max_tokens=64, max_graphs=0)
+        GraphPolicy(max_tokens=64, **limits)
 
 
 # The cache alone, over batches of (bucket, tokens, value)
@@ -138,10 +139,10 @@ def batch(bucket, value, tokens=None):
     return bucket, tokens or 64 * bucket - 4, value
 
 
-def make(**limits):
+def make(*, clock=lambda: 0.0, **limits):
     forward, capturer = Values(), CallCapturer()
     policy = GraphPolicy(**({"max_tokens": 10_000} | limits))
-    return GraphCache(forward, capturer, policy), forward, capturer
+    return GraphCache(forward, capturer, policy, clock), forward, capturer
 
 
 def states(cache):
@@ -203,6 +204,34 @@ def test_a_budget_of_bytes():
     assert cache.num_bytes == 80
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_captures_take_their_share_of_the_time_and_no_more(fails):
+    now = [0.0]
+    cache, _, capturer = make(clock=lambda: now[0], capture_share=0.25)
+    warm = capturer.warm
+
+    def slow(function):
+        now[0] += 2.0
+        if fails:
+            raise RuntimeError("no")
+        warm(function)
+
+    capturer.warm = slow
+    for bucket in (1, 2):
+        cache.run(batch(bucket, "a"))
+    assert cache.run(batch(1, "b"))[0] == ("eager" if fails else "graph")
+    now[0] = 7.9  # two seconds of eight
+    assert cache.run(batch(2, "c")) == ("eager", "c")
+    assert states(cache)[2] == "warm"
+    if not fails:
+        assert cache.run(batch(1, "d")) == ("graph", "d")  # replays go on
+    now[0] = 8.0
+    cache.run(batch(2, "e"))
+    assert states(cache)[2] == ("failed" if fails else "captured")
+    cache.warmup([batch(3, "f")])  # before there are requests nobody waits
+    assert states(cache)[3] == ("failed" if fails else "captured")
+
+
 @pytest.mark.parametrize("what", ["program", "compute", "warm", "capture"])
 def test_a_failed_capture_never_disturbs_its_batch(what, caplog):
     cache, forward, capturer = make()
@@ -253,7 +282,7 @@ class CacheMachine(RuleBasedStateMachine):
             return graph
 
         self.capturer.capture = sized
-        self.cache = GraphCache(self.forward, self.capturer, self.policy)
+        self.cache = GraphCache(self.forward, self.capturer, self.policy, lambda: 0.0)
         self.model = {}
         self.captured = OrderedDict()
         self.counts = Counter()
@@ -433,9 +462,14 @@ def runtime():
     worker = DeviceWorker()
     model = Sums()
     runtime = EmbeddingRuntime(model, FixedSdpaBackend(), worker)
-    runtime.use_graphs(CallCapturer(), GraphPolicy(max_tokens=512))
+    runtime.use_graphs(CallCapturer(), policy(512))
     yield runtime, model
     worker.close()
+
+
+def policy(max_tokens, **limits):
+    """Captures may take all the time there is."""
+    return GraphPolicy(max_tokens=max_tokens, capture_share=1.0, **limits)
 
 
 def eager_rows(batch):
@@ -473,7 +507,7 @@ def test_replayed_rows_are_those_of_the_texts(batches):
     worker = DeviceWorker()
     try:
         runtime = EmbeddingRuntime(Sums(), FixedSdpaBackend(), worker)
-        runtime.use_graphs(CallCapturer(), GraphPolicy(max_tokens=300, max_graphs=2))
+        runtime.use_graphs(CallCapturer(), policy(300, max_graphs=2))
         for seed, (lengths, pool_from) in enumerate(batches * 2):
             batch = embed_batch(lengths, seed, pool_from)
             assert runtime.step(batch).result(5).tolist() == eager_rows(batch)
@@ -488,7 +522,7 @@ def test_results_of_a_graph_survive_the_next_replay():
     device = FakeDevice()
     worker = DeviceWorker(device)
     runtime = EmbeddingRuntime(Sums(), FixedSdpaBackend(), worker)
-    runtime.use_graphs(CallCapturer(), GraphPolicy(max_tokens=512))
+    runtime.use_graphs(CallCapturer(), policy(512))
     batches = [embed_batch([3, 4], seed) for seed in range(6)]
     lazies = [runtime.step(batch) for batch in batches]
     with device.running():
