@@ -3,12 +3,15 @@
 import asyncio
 import contextlib
 import ctypes
+import json
 import logging
 import os
 import signal
 import socket
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Literal
 
 PARENT_VARIABLE = "ROSE_PARENT_PID"
 HEARTBEAT_VARIABLE = "ROSE_HEARTBEAT_FD"
@@ -18,14 +21,34 @@ PR_SET_PDEATHSIG = 1
 BACKLOG = 2048
 
 
-def set_up_logging(level: str, process: str) -> None:
+class JsonLines(logging.Formatter):
+    """Writes a record as one line of JSON."""
+
+    def __init__(self, process: str) -> None:
+        """Name the process in every line."""
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        entry = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+            "request_id": getattr(record, "request_id", None),
+            "exception": self.formatException(record.exc_info) if record.exc_info else None,
+        }
+        return json.dumps({name: value for name, value in entry.items() if value is not None})
+
+
+def set_up_logging(level: str, process: str, style: Literal["text", "json"] = "text") -> None:
     """Log to stderr, one line per record, each naming the process it comes from."""
-    logging.basicConfig(
-        level=level.upper(),
-        stream=sys.stderr,
-        format=f"%(asctime)s %(levelname)-7s {process}: %(message)s",
-        datefmt="%H:%M:%S",
-    )
+    text = logging.Formatter(f"%(asctime)s %(levelname)-7s {process}: %(message)s", "%H:%M:%S")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines(process) if style == "json" else text)
+    logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
 def die_with_parent() -> None:

@@ -1,7 +1,8 @@
-"""Options that several commands share, and how they are written for a child process."""
+"""Options that several commands share."""
 
 import re
-from typing import Annotated, get_args
+from pathlib import Path
+from typing import Annotated, Literal, get_args
 
 import typer
 
@@ -11,10 +12,16 @@ Model = Annotated[str, typer.Argument(help="A model folder.", metavar="MODEL")]
 Device = Annotated[
     str, typer.Option(help="Where to run: cpu, cuda, cuda:1; auto takes a GPU if there is one.")
 ]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"],
+    typer.Option(
+        help="Type of the weights; auto is the checkpoint's on a GPU.", case_sensitive=False
+    ),
+]
 Attention = Annotated[str, typer.Option(help="Attention back end, or auto.")]
 MaxModelLen = Annotated[
-    int | None, typer.Option(help="Longest input in tokens.", show_default="as the checkpoint says")
+    int | None,
+    typer.Option(min=1, help="Longest input in tokens.", show_default="as the checkpoint says"),
 ]
 MaxBatchTokens = Annotated[
     int | None,
@@ -24,7 +31,7 @@ MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Sequences that are generat
 KvCacheMemory = Annotated[
     int | None,
     typer.Option(
-        parser=lambda text: parse_size(text),
+        parser=lambda text: size(text),
         metavar="SIZE",
         help="Memory for keys and values of generation, such as 2GiB.",
         show_default="a share of the free memory",
@@ -70,17 +77,41 @@ MaxGraphTokens = Annotated[
         show_default="measured at start-up",
     ),
 ]
-LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error"],
+    typer.Option(help="Least serious messages to log.", case_sensitive=False),
+]
+LogFormat = Annotated[
+    Literal["text", "json"], typer.Option(help="A line of text a message, or of JSON.")
+]
 Host = Annotated[str, typer.Option(help="Interface to listen on; 0.0.0.0 for all.")]
 Port = Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")]
 ApiKeys = Annotated[
     list[str] | None,
-    typer.Option("--api-key", envvar="ROSE_API_KEY", help="Bearer key to ask for; repeatable."),
+    typer.Option(
+        "--api-key",
+        envvar="ROSE_API_KEY",
+        help="Bearer key to ask for; repeatable. Other users of the machine see it in the list of "
+        "processes: the variable and --api-key-file hide it.",
+        show_default="everybody is let in",
+    ),
+]
+ApiKeyFile = Annotated[
+    Path | None,
+    typer.Option(help="File with a bearer key a line.", metavar="FILE", show_default="none"),
 ]
 
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def size(text: object) -> int:
+    """Read a size that was given as an option."""
+    try:
+        return parse_size(str(text))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def parse_size(text: str) -> int:
@@ -106,15 +137,3 @@ def parse_tasks(text: str | None) -> tuple[str, ...]:
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"--task: {unknown[0]!r} is none of {', '.join(known)}")
     return names
-
-
-def as_options(**values: object) -> list[str]:
-    """Write values as command-line options, for a child process; None and False are left out."""
-    options: list[str] = []
-    for name, value in values.items():
-        if value is None or value is False:
-            continue
-        options.append(f"--{name.replace('_', '-')}")
-        if value is not True:
-            options.append(str(value))
-    return options

@@ -93,7 +93,8 @@ class Frontdoor:
         except ApiError as error:
             await _answer(error, scope, receive, send)
         except Exception:
-            log.exception("request %s failed", send.exchange.request_id)
+            request_id = send.exchange.request_id
+            log.exception("request %s failed", request_id, extra={"request_id": request_id})
             message = "An internal error; the server's log has it."
             await _answer(ApiError(500, message, code="internal"), scope, receive, send)
 
@@ -118,6 +119,7 @@ class Frontdoor:
                 exchange.route,
                 exchange.status or "disconnected",
                 seconds * 1e3,
+                extra={"request_id": exchange.request_id},
             )
 
 
