@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import torch
+
 from rose.kernels.attention import BACKENDS
 from rose.runtime.decode import DecodeRuntime
 from rose.runtime.generation import Failed, GenerationLoop
@@ -41,6 +43,7 @@ class Rig:
         grammars=None,
         on_arrival=None,
         backend=None,
+        dtype=torch.float32,
     ):
         self.pool = PagePool(num_pages, page_size, prefix_caching=caching)
         self.scheduler = Scheduler(
@@ -58,6 +61,7 @@ class Rig:
             page_size=page_size,
             num_slots=self.scheduler.num_slots,
             eos_ids=eos_ids,
+            dtype=dtype,
         )
         self.loop = GenerationLoop(
             self.runtime,
