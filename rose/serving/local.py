@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import numpy as np
 import numpy.typing as npt
 
-from rose.models.card import EmbeddingCard, ModelCard
+from rose.models.card import ChatTexts, EmbeddingCard, ModelCard
 from rose.models.output import finish
 from rose.runtime.build import ModelOptions, build
 from rose.runtime.embedding import EmbedBatch, EmbeddingRuntime
 from rose.runtime.errors import NonFiniteError, RequestError
 from rose.runtime.options import OUTPUT_DTYPES, EmbedOptions, OutputDtype, SamplingParams
 from rose.runtime.queue import EmbedJob, EmbedQueue, JobSlice
+from rose.serving.gateway.chat_texts import render_text, template_edges
 from rose.serving.gateway.detokenization import TokenTable
-from rose.serving.gateway.templates import render
+from rose.serving.gateway.templates import TemplateError, render
 from rose.serving.gateway.tokenization import Tokenizer
 from rose.serving.local_generation import Completion, LocalGenerator, Request
 
@@ -166,14 +167,16 @@ class Engine:
         """
         _, facts = self._embedding()
         prefix = _choose_prompt(facts, prompt_name, prompt)
-        ids = self._encode(_as_list(texts), prefix)
+        ids = self._encode(_as_list(texts), prefix, facts.chat)
         skip = 0 if facts.pools_prompt or not prefix else self._tokenizer.prompt_length(prefix)
         limit = self.card.max_model_len
         cut = [i for i, text in enumerate(ids) if len(text) > limit]
         if cut and not truncate:
             message = f"input[{cut[0]}] has {len(ids[cut[0]])} tokens, the limit is {limit}"
             raise RequestError(f"{message}; truncate=True cuts it", f"input[{cut[0]}]")
-        return EncodedTexts([self._tokenizer.cut(i, limit, "right") for i in ids], skip, cut)
+        tail = self._template_tail(facts.chat, prefix) if cut and facts.chat else 0
+        fit = [self._tokenizer.cut(i, limit, "right", keep_tail=tail) for i in ids]
+        return EncodedTexts(fit, skip, cut)
 
     def embed_encoded(
         self,
@@ -337,10 +340,27 @@ class Engine:
             return self._tokenizer.encode([prompt])[0]
         return self._check_ids("prompt", prompt)
 
-    def _encode(self, items: Sequence[Text], prefix: str) -> list[Ids]:
+    def _encode_chat(self, texts: Sequence[str], prompt: str, chat: ChatTexts) -> list[Ids]:
+        """Return the ids of texts that pass through the chat template."""
+        try:
+            rendered = [render_text(self.card.tokenizer, chat, text, prompt) for text in texts]
+        except TemplateError as error:
+            raise RequestError(f"input: {error}", "input") from error
+        return self._tokenizer.encode(rendered, add_special_tokens=False)
+
+    def _template_tail(self, chat: ChatTexts, prompt: str) -> int:
+        """Return how many tokens the chat template puts behind a text."""
+        card = self.card.tokenizer
+        return template_edges(self._tokenizer, lambda t: render_text(card, chat, t, prompt))[1]
+
+    def _encode(self, items: Sequence[Text], prefix: str, chat: ChatTexts | None) -> list[Ids]:
         """Return the ids of each item, checked but for their number."""
         strings = [i for i, item in enumerate(items) if isinstance(item, str)]
-        encoded = self._tokenizer.encode([f"{prefix}{items[i]}" for i in strings])
+        texts = [str(items[i]) for i in strings]
+        if chat is None:
+            encoded = self._tokenizer.encode([f"{prefix}{text}" for text in texts])
+        else:
+            encoded = self._encode_chat(texts, prefix, chat)
         found = dict(zip(strings, encoded, strict=True))
         out = [
             found[i] if i in found else self._check_ids(f"input[{i}]", item)

@@ -2,16 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from rose.models.card import EmbeddingCard, ModelCard
 from rose.runtime.options import EmbedOptions, OutputDtype
+from rose.serving.gateway.chat_texts import render_text, template_edges
 from rose.serving.gateway.errors import ApiError, bad_request
 from rose.serving.gateway.prompts import choose_prompt, refuse_prompt, render_conversation
 from rose.serving.gateway.schemas import EmbeddingRequest
 from rose.serving.gateway.settings import GatewaySettings
+from rose.serving.gateway.templates import TemplateError
 from rose.serving.gateway.tokenization import GROUP_CHARS, Ids, Tokenizer
 from rose.serving.gateway.truncation import Limit, limit_of
 
@@ -83,8 +86,33 @@ def prepare(
         whole = {place: _id_row(place, row, card.vocab_size) for place, row in ids.items()}
         return _prepared(whole, [limit.fit(*item, tokenizer) for item in whole.items()])
     prompt = choose_prompt(body, card.embedding)
+    if card.embedding.chat is not None:
+        return _prepare_chat(body, card, tokenizer, limit, texts, prompt)
     job = _Texts(tokenizer, limit, body.add_special_tokens is not False, prompt)
     return job.prepare(texts, pools_prompt=card.embedding.pools_prompt)
+
+
+def _prepare_chat(
+    body: EmbeddingRequest,
+    card: ModelCard,
+    tokenizer: Tokenizer,
+    limit: Limit,
+    texts: Mapping[str, str],
+    prompt: str,
+) -> Prepared:
+    """Turns texts into ids for a model that wants them as conversations."""
+    assert card.embedding is not None
+    assert card.embedding.chat is not None
+    render = partial(render_text, card.tokenizer, card.embedding.chat, prompt=prompt)
+    place = next(iter(texts))
+    try:
+        edges = template_edges(tokenizer, render) if limit.cut else (0, 0)
+        rendered = {}
+        for place, text in texts.items():
+            rendered[place] = render(text)
+    except TemplateError as error:
+        raise bad_request(f"'{place}': {error}.", place) from error
+    return _Texts(tokenizer, limit, bool(body.add_special_tokens), edges=edges).prepare(rendered)
 
 
 def check_ids(place: str, row: Sequence[int], vocab_size: int) -> None:
@@ -101,12 +129,17 @@ def check_ids(place: str, row: Sequence[int], vocab_size: int) -> None:
 
 @dataclass(frozen=True)
 class _Texts:
-    """How the texts of a request are tokenised."""
+    """How the texts of a request are tokenised.
+
+    Attributes:
+        edges: Tokens at the start and at the end of each text that no cut may take.
+    """
 
     tokenizer: Tokenizer
     limit: Limit
     special: bool
     prompt: str = ""
+    edges: tuple[int, int] = (0, 0)
 
     def prepare(self, texts: Mapping[str, str], pools_prompt: bool = True) -> Prepared:
         """Tokenises texts, named by the place in the request where they stand."""
@@ -115,7 +148,8 @@ class _Texts:
         head = self.tokenizer.prompt_length(self.prompt, self.special) if self.prompt else 0
         self.limit.check_room(self._fixed_tokens(head))
         whole = dict(zip(texts, self._encode(list(texts.values())), strict=True))
-        ids = [self.limit.fit(*item, self.tokenizer, head) for item in whole.items()]
+        kept = (max(head, self.edges[0]), self.edges[1])
+        ids = [self.limit.fit(*item, self.tokenizer, *kept) for item in whole.items()]
         return _prepared(whole, ids, 0 if pools_prompt else head)
 
     def _encode(self, texts: Sequence[str]) -> list[Ids]:
@@ -128,7 +162,8 @@ class _Texts:
     def _fixed_tokens(self, prompt_length: int) -> int:
         """How many tokens of each text are not of the text."""
         head, tail = len(self.tokenizer.prefix), len(self.tokenizer.suffix)
-        return max(head, prompt_length) + tail if self.special else prompt_length
+        fixed = max(head, prompt_length) + tail if self.special else prompt_length
+        return max(fixed, sum(self.edges))
 
 
 def _prepared(whole: Mapping[str, Ids], ids: list[Ids], pool_from: int = 0) -> Prepared:

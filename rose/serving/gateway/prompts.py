@@ -68,7 +68,13 @@ def render_conversation(
         raise bad_request("'messages' is an empty list.", "messages")
     turns = [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
     variables: dict[str, Any] = body.chat_template_kwargs or {}
-    if clash := variables.keys() & {"card", "messages", "template", "add_generation_prompt"}:
+    if clash := variables.keys() & {
+        "card",
+        "messages",
+        "template",
+        "parts",
+        "add_generation_prompt",
+    }:
         message = f"'chat_template_kwargs' cannot set '{min(clash)}'."
         raise bad_request(message, "chat_template_kwargs")
     answer = bool(body.add_generation_prompt)

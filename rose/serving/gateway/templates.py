@@ -30,6 +30,7 @@ def render(
     *,
     template: str = "default",
     add_generation_prompt: bool = False,
+    parts: bool = False,
     **variables: object,
 ) -> str:
     """Render a conversation.
@@ -40,18 +41,22 @@ def render(
             JSON. They may have no content, content in parts, and arguments in a string.
         template: name of the template; "default" where the model has none of that name.
         add_generation_prompt: end with the start of an answer.
+        parts: the template wants the content of a message as a list of parts.
         variables: what else the template may read, such as `tools`; they win over the names of
             special tokens.
 
     Raises:
         TemplateError: with the template's own words where it has some.
     """
+    turns = [normalise(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    if parts:
+        turns = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in turns]
     names = {
         **card.special_tokens,
         "tools": None,
         "documents": None,
         **variables,
-        "messages": [normalise(message, f"messages[{i}]") for i, message in enumerate(messages)],
+        "messages": turns,
         "add_generation_prompt": add_generation_prompt,
     }
     source = _source(card, template)

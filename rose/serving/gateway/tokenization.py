@@ -113,7 +113,7 @@ class Tokenizer:
                 return True
         return False
 
-    def cut(self, ids: Ids, limit: int, side: Side, keep: int = 0) -> Ids:
+    def cut(self, ids: Ids, limit: int, side: Side, keep: int = 0, keep_tail: int = 0) -> Ids:
         """At most `limit` of a text's ids: the special tokens stay, the text loses its one side.
 
         Args:
@@ -121,10 +121,12 @@ class Tokenizer:
             limit: More than there are special tokens.
             side: Where tokens are dropped.
             keep: Leading tokens that stay when the left side is cut (a prompt).
+            keep_tail: Trailing tokens that stay when the right side is cut (a template's end).
         """
         if len(ids) <= limit:
             return ids
         head, tail = self._edges(ids)
+        tail = min(max(tail, keep_tail), limit)
         if side == "left":
             head = min(max(head, keep), limit)
             return np.concatenate([ids[:head], ids[len(ids) - (limit - head) :]])

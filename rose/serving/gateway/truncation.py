@@ -47,8 +47,10 @@ class Limit:
         if not self.cut and tokenizer.certainly_longer(text, self.tokens):
             raise self._too_long(place, f"more than {2 * self.tokens}")
 
-    def fit(self, place: str, ids: Ids, tokenizer: Tokenizer, keep: int = 0) -> Ids:
-        """The ids of a text, cut if need be; see `Tokenizer.cut` for `keep`.
+    def fit(
+        self, place: str, ids: Ids, tokenizer: Tokenizer, keep: int = 0, keep_tail: int = 0
+    ) -> Ids:
+        """The ids of a text, cut if need be; see `Tokenizer.cut` for `keep` and `keep_tail`.
 
         Raises:
             ApiError: 400, naming `place`.
@@ -57,7 +59,7 @@ class Limit:
             return ids
         if not self.cut:
             raise self._too_long(place, str(len(ids)))
-        return tokenizer.cut(ids, self.tokens, self.side, keep)
+        return tokenizer.cut(ids, self.tokens, self.side, keep, keep_tail)
 
     def _too_long(self, place: str, found: str) -> ApiError:
         message = (
