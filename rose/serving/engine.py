@@ -51,6 +51,8 @@ log = logging.getLogger(__name__)
 
 SILENCE_CHECK_S = 5.0
 SILENT_CHECKS = 3  # in a row, and a client's work is dropped
+STEP_CHECK_S = 10.0
+STEP_LIMIT_S = 600.0  # as long as a request may take by default
 DRAIN_LIMIT_S = 25.0
 LAST_WORDS_MS = 2000  # time for the last answers to leave the socket
 
@@ -105,7 +107,7 @@ class EngineServer:
         Raises:
             EngineFailedError: a fault that no request can be blamed for.
         """
-        loops = [self._receive_loop, self._embed.run, self._watch_clients, beat]
+        loops = [self._receive_loop, self._embed.run, self._watch_clients, self._watch_steps, beat]
         if self._generate:
             loops.append(self._generate.run)
         self._loops = [asyncio.create_task(loop()) for loop in loops]
@@ -255,6 +257,17 @@ class EngineServer:
                 if client.silent_checks > SILENT_CHECKS:
                     self._drop(identity)
 
+    async def _watch_steps(self) -> None:
+        """End the engine when requests wait and no step gets done: the device hangs."""
+        before, checks = -1, 0
+        while True:
+            await asyncio.sleep(STEP_CHECK_S)
+            steps = self._stats().steps
+            checks = checks + 1 if self._requests and steps == before else 0
+            before = steps
+            if checks * STEP_CHECK_S >= STEP_LIMIT_S:
+                raise RuntimeError(f"the step has not ended for {STEP_LIMIT_S:.0f} seconds")
+
     def _drop(self, identity: bytes) -> None:
         client = self._clients.pop(identity, None)
         if client is not None:
@@ -339,10 +352,8 @@ def run_engine(options: ModelOptions, address: str) -> None:
     socket = bind_router(context, address)
     try:
         served = build(options)
-        try:
-            asyncio.run(_serve(served, socket))
-        finally:
-            served.close()
+        asyncio.run(_serve(served, socket))
+        served.close()  # not after a failure: it would wait for a step that may hang
     finally:
         context.destroy(linger=0)
 

@@ -4,10 +4,12 @@ import asyncio
 import itertools
 import logging
 import random
+import time
 
 import numpy as np
 import pytest
 import torch
+import zmq.asyncio
 
 from rose.runtime.options import EmbedOptions, SamplingParams
 from rose.serving import engine as engine_module
@@ -243,25 +245,29 @@ def test_a_step_that_ends_after_the_engine_is_no_error(runtime, address, monkeyp
     assert [record for record in caplog.records if record.name == "concurrent.futures"] == []
 
 
-def test_the_last_answer_of_a_drained_engine_arrives_whole(runtime, address):
+def test_the_last_answer_of_a_drained_engine_arrives_whole(runtime, address, monkeypatch):
     big = b"x" * (64 << 20)
 
     async def scenario():
-        running = RunningEngine(served_by(runtime, tokenizer_json=big), address)
+        stop = asyncio.Event()
+        monkeypatch.setattr(engine_module, "stop_event", lambda: stop)
+        context = zmq.asyncio.Context()
+        socket = transport.bind_router(context, address)
+        served = served_by(runtime, tokenizer_json=big)
+        task = asyncio.create_task(engine_module._serve(served, socket))
         async with raw(address) as client:
             await client.send(Hello(protocol.PROTOCOL_VERSION, "raw"))
-            await until(lambda: running.server._clients)
-            running.stop.set()
-            await running.task
-            running.socket.close(linger=engine_module.LAST_WORDS_MS)
+            await client.send(*embed_message(1, [1]))
+            await until(lambda: runtime.batches)
+            stop.set()
+            await task
+            context.destroy(linger=0)
             _, frame = await client.socket.recv_multipart()
             assert len(frame) == len(big)
-        await running.close()
 
     drive(scenario)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_lost_device_ends_the_engine_with_the_reason(runtime, address):
     async def scenario():
         running = RunningEngine(served_by(runtime), address)
@@ -277,6 +283,38 @@ def test_a_lost_device_ends_the_engine_with_the_reason(runtime, address):
         await running.close()
 
     drive(scenario)
+
+
+def test_a_device_that_hangs_ends_the_engine_and_a_slow_one_does_not(runtime, address, monkeypatch):
+    monkeypatch.setattr(engine_module, "STEP_CHECK_S", 0.05)
+    monkeypatch.setattr(engine_module, "STEP_LIMIT_S", 0.6)
+
+    async def scenario():
+        running = RunningEngine(served_by(runtime, budget=1), address)
+        async with connected(address) as client:
+            await client.wait_ready()
+            await asyncio.sleep(0.8)  # idle is no fault
+            monkeypatch.setattr(runtime, "compute", slowly(runtime.compute, 0.2))
+            answer = await client.embed(texts(*[[1]] * 8), EmbedOptions())
+            assert len(answer.vectors) == 8
+            runtime.gate.clear()
+            asked = asyncio.create_task(client.embed(texts([1]), EmbedOptions()))
+            with pytest.raises(EngineFailedError, match="has not ended"):
+                await running.task
+            running.socket.close()
+            with pytest.raises(EngineError):
+                await asked
+        await running.close()
+
+    drive(scenario)
+
+
+def slowly(compute, seconds):
+    def run(batch):
+        time.sleep(seconds)
+        return compute(batch)
+
+    return run
 
 
 def test_a_loop_that_fails_ends_the_engine_also_while_it_drains(runtime, address):
