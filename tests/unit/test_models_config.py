@@ -182,7 +182,7 @@ def entries_of(folder: Path) -> list[dict[str, object]]:
         "sentence_transformers.models.Asym",
         "sentence_transformers.base.modules.router.Router",
         "sentence_transformers.models.StaticEmbedding",
-        "st_quantize.FlexibleQuantizer",
+        "st_quantize.OtherQuantizer",
         "custom_module.Dense",
         "pylate.models.Dense.Dense",
         "Dense",

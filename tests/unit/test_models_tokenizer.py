@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rose.models.config import CheckpointFolder
 from rose.models.errors import CheckpointError
-from rose.models.tokenizer import read_tokenizer_card, read_tokenizer_json
+from rose.models.tokenizer import gives_segment_ids, read_tokenizer_card, read_tokenizer_json
 from tests import tiny
 
 TEXTS = [
@@ -48,7 +48,17 @@ def assert_same_ids(folder: Path, texts: list[str] = TEXTS) -> None:
         assert mine.encode(text).ids == reference(text).input_ids, text
 
 
-@pytest.mark.parametrize("kind", [..., "BertTokenizer", "BertTokenizerFast", "TokenizersBackend"])
+CLASSES = [
+    "BertTokenizer",
+    "BertTokenizerFast",
+    "DistilBertTokenizer",
+    "DistilBertTokenizerFast",
+    "MPNetTokenizer",
+    "TokenizersBackend",
+]
+
+
+@pytest.mark.parametrize("kind", [..., *CLASSES])
 @pytest.mark.parametrize(
     "options",
     [
@@ -64,6 +74,20 @@ def assert_same_ids(folder: Path, texts: list[str] = TEXTS) -> None:
 def test_ids_are_those_of_transformers(folder, kind, options):
     tiny.edit_json(folder / "tokenizer_config.json", tokenizer_class=kind, **options)
     assert_same_ids(folder)
+
+
+@pytest.mark.parametrize("model_type", ["bert", "distilbert", "nomic_bert", "roberta"])
+@pytest.mark.parametrize("kind", [..., *CLASSES])
+def test_segments_are_told_by_the_class_of_the_tokenizer(folder, model_type, kind):
+    tiny.edit_json(folder / "config.json", model_type=model_type)
+    tiny.edit_json(folder / "tokenizer_config.json", tokenizer_class=kind)
+    if (model_type, kind) == ("roberta", ...):
+        return  # transformers would build another tokenizer of this vocabulary
+    reference = AutoTokenizer.from_pretrained(folder)("kite", "sea")
+    assert gives_segment_ids(CheckpointFolder(folder)) == ("token_type_ids" in reference)
+    for names in (["input_ids"], ["input_ids", "token_type_ids"]):
+        tiny.edit_json(folder / "tokenizer_config.json", model_input_names=names)
+        assert gives_segment_ids(CheckpointFolder(folder)) == ("token_type_ids" in names)
 
 
 def test_random_text(folder):
