@@ -6,7 +6,8 @@ dtype it does not know, a layout) by returning None, and then torch computes it.
 
 The environment variable ROSE_KERNELS chooses: "auto" (the default) uses the kernels of the device,
 "torch" none, and "triton" those for CUDA on every device, which works on a CPU in Triton's
-interpreter.
+interpreter. (ROSE_CPU_KERNELS=off turns off all that is compiled for CPUs, also linear layers and
+attention.)
 """
 
 import logging
@@ -30,9 +31,20 @@ Kernel = Callable[..., Any]
 SWITCH = "ROSE_KERNELS"
 CHOICES = ("auto", "torch", "triton")
 
-_TRITON = "rose.kernels.triton"
+_TRITON, _CPU = "rose.kernels.triton", "rose.kernels.cpu"
 # Type of the device -> operation -> "module:function".
 KERNELS: dict[str, dict[str, str]] = {
+    "cpu": {
+        "rms_norm": f"{_CPU}.ops:rms_norm",
+        "add_rms_norm": f"{_CPU}.ops:add_rms_norm",
+        "layer_norm": f"{_CPU}.ops:layer_norm",
+        "add_layer_norm": f"{_CPU}.ops:add_layer_norm",
+        "add_layer_norm_with_sum": f"{_CPU}.ops:add_layer_norm_with_sum",
+        "norm_and_rotate": f"{_CPU}.ops:norm_and_rotate",
+        "norm_rotate_and_store": f"{_CPU}.ops:norm_rotate_and_store",
+        "store_kv": f"{_CPU}.ops:store_kv",
+        "embed_and_norm": f"{_CPU}.ops:embed_and_norm",
+    },
     "cuda": {
         "rms_norm": f"{_TRITON}.norm:rms_norm",
         "add_rms_norm": f"{_TRITON}.norm:add_rms_norm",
@@ -90,7 +102,7 @@ def find_kernel(name: str, device_type: str) -> Kernel | None:
     if choice == "torch":
         return None
     target = KERNELS.get("cuda" if choice == "triton" else device_type, {}).get(name)
-    if target is None or not _has_triton():
+    if target is None or (target.startswith(_TRITON) and not _has_triton()):
         return None
     module, _, attribute = target.partition(":")
     return cast("Kernel", getattr(import_module(module), attribute))

@@ -4,7 +4,6 @@ import ctypes
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -190,13 +189,12 @@ def test_other_instruction_sets_agree(library: CpuLibrary):
 
 
 @pytest.fixture
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, and no memory of what was loaded."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(SWITCH, raising=False)
-    cpu_library._load.cache_clear()
-    yield tmp_path / "rose"
-    cpu_library._load.cache_clear()
+    monkeypatch.setattr(cpu_library, "_loaded", [])
+    return tmp_path / "rose"
 
 
 @pytest.fixture

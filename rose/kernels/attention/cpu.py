@@ -21,11 +21,8 @@ from rose.kernels.attention.base import (
     PagedLayout,
     RaggedLayout,
 )
-from rose.kernels.cpu.library import (
-    AttentionStruct,
-    SequencesStruct,
-    load_library,
-)
+from rose.kernels.attention.stored import StoredAttention
+from rose.kernels.cpu.library import AttentionStruct, SequencesStruct, load_library
 
 UNLIMITED = 1 << 40  # more positions than any sequence has
 BIAS_MARGIN = 64  # distances beyond the longest that are read, and not used, with whole vectors
@@ -172,31 +169,17 @@ class _RaggedBatch(_Batch):
         return self.run(_dense_heads(q_THD), _dense_heads(k_TKD), _dense_heads(v_TKD), spec)
 
 
-class _PagedBatch(_Batch):
+class _PagedBatch(StoredAttention, _Batch):
     """Keys and values are written to pages first, and all are read there."""
 
     def __init__(self, layout: PagedLayout, pages: KVPages, layers: _Layers) -> None:
-        super().__init__(
-            layers, layout.query_lens, layout.kv_lens, layout.block_table, pages.page_size
+        StoredAttention.__init__(self, pages, layout.slot_mapping)
+        _Batch.__init__(
+            self, layers, layout.query_lens, layout.kv_lens, layout.block_table, pages.page_size
         )
-        self._slots_T = layout.slot_mapping.contiguous()
-        self._pages = pages
 
-    def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, spec: AttentionSpec) -> Tensor:
-        keys, values = self._pages.keys[spec.layer], self._pages.values[spec.layer]
-        k_TKD, v_TKD = _dense_heads(k_TKD), _dense_heads(v_TKD)
-        self.library.store_rows(
-            k_TKD.data_ptr(),
-            k_TKD.stride(0),
-            v_TKD.data_ptr(),
-            v_TKD.stride(0),
-            self._slots_T.data_ptr(),
-            self._slots_T.shape[0],
-            k_TKD.shape[1] * k_TKD.shape[2],
-            keys.data_ptr(),
-            values.data_ptr(),
-            torch.get_num_threads(),
-        )
+    def attend_stored(self, q_THD: Tensor, spec: AttentionSpec) -> Tensor:
+        keys, values = self.keys_and_values(spec.layer)
         return self.run(_dense_heads(q_THD), keys.flatten(0, 1), values.flatten(0, 1), spec)
 
 

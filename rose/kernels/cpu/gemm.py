@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rose.kernels.cpu.library import CpuLibrary, LinearStruct
+from rose.kernels.cpu.memory import empty
 
 # Names of `rose.kernels.activation` that the kernels apply themselves, by their number in C++.
 ACTIVATION_NUMBERS = {
@@ -53,10 +54,10 @@ class PackedMatrix:
         outputs = rows // 2 if gated else rows
         self._library = library
         self.inputs, self.outputs, self.gated = inputs, outputs, gated
-        self._panels = torch.empty(library.panel_floats(inputs, outputs, gated))
+        self._panels = empty(library.panel_floats(inputs, outputs, gated))
         self._bias = None
         if bias_O is not None:
-            self._bias = torch.empty(library.bias_floats(outputs, gated))
+            self._bias = empty(library.bias_floats(outputs, gated))
         self._struct = LinearStruct(
             self._panels.data_ptr(),
             _pointer(self._bias),

@@ -4,8 +4,8 @@ import ctypes
 import logging
 import os
 import threading
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,21 @@ class AttentionStruct(ctypes.Structure):
     )
 
 
+class HeadsStruct(ctypes.Structure):
+    """`RoseHeads` of api.h."""
+
+    _fields_ = (
+        ("num_heads", _SIZE),
+        ("num_kv_heads", _SIZE),
+        ("head_dim", _SIZE),
+        ("rotary", _SIZE),
+        ("q_norm", _POINTER),
+        ("k_norm", _POINTER),
+        ("norm_offset", _FLOAT),
+        ("eps", _FLOAT),
+    )
+
+
 class SequencesStruct(ctypes.Structure):
     """`RoseSequences` of api.h."""
 
@@ -76,15 +91,9 @@ _FUNCTIONS: dict[str, tuple[type[ctypes.c_int64] | None, tuple[Any, ...]]] = {
     "rms_norm": (None, (*[_POINTER] * 3, _FLOAT, *[_POINTER] * 2, _SIZE, _SIZE, _FLOAT, _INT)),
     "norm_and_rotate": (
         None,
-        (
-            *([_POINTER, _SIZE, _SIZE] * 2),
-            *([_POINTER] * 2),
-            *([_FLOAT] * 2),
-            *([_POINTER] * 4),
-            *([_SIZE] * 3),
-            _INT,
-        ),
+        (_POINTER, *([_POINTER, _SIZE] * 3), *([_POINTER] * 6), _SIZE, _INT),
     ),
+    "embed_and_norm": (None, (*([_POINTER] * 9), _SIZE, _SIZE, _FLOAT, _INT)),
     "attend": (None, (_POINTER, _POINTER, *[_POINTER, _SIZE] * 3, _POINTER, _INT)),
     "store_rows": (
         None,
@@ -104,6 +113,7 @@ class CpuLibrary:
     layer_norm: Function
     rms_norm: Function
     norm_and_rotate: Function
+    embed_and_norm: Function
     attend: Function
     store_rows: Function
 
@@ -122,22 +132,36 @@ class CpuLibrary:
 
 
 _lock = threading.Lock()
+_loaded: list[CpuLibrary | None] = []  # what was loaded, or empty before
 
 
 def load_library() -> CpuLibrary | None:
     """Return the kernels of this machine, built at first use; None where torch ops serve.
 
     They do where ROSE_CPU_KERNELS is "off" and where no kernels can be built, which is logged.
-    ROSE_CPU_LEVEL names an instruction set below the machine's best.
+    ROSE_CPU_LEVEL names an instruction set below the machine's best. Both are read once.
 
     Raises:
         ValueError: one of these environment variables has an unknown value.
     """
-    with _lock:
-        return _load(os.environ.get(SWITCH, "on"), os.environ.get(LEVEL_SWITCH))
+    if not _loaded:
+        with _lock:
+            if not _loaded:
+                _loaded.append(_load(os.environ.get(SWITCH, "on"), os.environ.get(LEVEL_SWITCH)))
+    return _loaded[0]
 
 
-@lru_cache(maxsize=8)
+@contextmanager
+def replaced(library: CpuLibrary | None) -> Iterator[None]:
+    """Let `load_library` return something else meanwhile; for tests and comparisons."""
+    before = _loaded.copy()
+    _loaded[:] = [library]
+    try:
+        yield
+    finally:
+        _loaded[:] = before
+
+
 def _load(switch: str, level: str | None) -> CpuLibrary | None:
     if switch not in ("on", "off"):
         raise ValueError(f"{SWITCH}={switch!r} is neither on nor off")

@@ -44,13 +44,28 @@ void rose_rms_norm(const float* x, const float* residual, const float* weight, f
                    float* y, float* total, int64_t rows, int64_t channels, float eps,
                    int32_t threads);
 
-// Norms the heads of queries [rows, heads, dim] and keys [rows, kv_heads, dim] where the weights of
-// the norms [dim] are not null, then rotates them; cos and sin are [rows, rotary].
-void rose_norm_and_rotate(const float* q, int64_t ldq, int64_t heads, const float* k, int64_t ldk,
-                          int64_t kv_heads, const float* q_norm, const float* k_norm,
-                          float norm_offset, float eps, const float* cos, const float* sin,
-                          float* q_out, float* k_out, int64_t rows, int64_t dim, int64_t rotary,
-                          int32_t threads);
+// Heads of an attention layer. The weights of their norms [head_dim] may be null; `rotary` channels of
+// each head are rotated.
+struct RoseHeads {
+  int64_t num_heads, num_kv_heads, head_dim, rotary;
+  const float* q_norm;
+  const float* k_norm;
+  float norm_offset, eps;
+};
+
+// Norms and rotates queries [rows, num_heads, head_dim] and keys [rows, num_kv_heads, head_dim]; cos
+// and sin are [rows, rotary]. With `slots` a row's keys and values go to their slot of k_out and v_out,
+// else v may be null and is left out.
+void rose_norm_and_rotate(const RoseHeads* heads, const float* q, int64_t ldq, const float* k,
+                          int64_t ldk, const float* v, int64_t ldv, const float* cos,
+                          const float* sin, const int64_t* slots, float* q_out, float* k_out,
+                          float* v_out, int64_t rows, int32_t threads);
+
+// layer_norm(word + type + position), where `types` null is type 0 for all.
+void rose_embed_and_norm(const int64_t* ids, const int64_t* positions, const int64_t* types,
+                         const float* word_table, const float* position_table,
+                         const float* type_table, const float* weight, const float* bias, float* y,
+                         int64_t rows, int64_t channels, float eps, int32_t threads);
 
 // Facts of an attention layer. A query at position p sees keys p - left to p + right. `soft_cap` 0 is
 // none. The bias of a key at distance d (its position minus the query's) to head h is

@@ -1,8 +1,8 @@
 // Attention over packed sequences whose keys and values lie in rows side by side or in pages.
 //
-// A task is one key/value head of one sequence with some of its queries. It transposes the keys into
-// panels, and then, for a block of rows (a row is a query of one head of the group), computes all
-// scores, their softmax, and the weighted values. Keys keep their places in panels and vectors
+// A task is some queries of one sequence with one key/value head or, where there are enough sequences,
+// one head after another. It transposes a head's keys into panels, and then, for a block of rows (a row
+// is a query of one head of the group), computes all scores, their softmax, and the weighted values. Keys keep their places in panels and vectors
 // whatever is computed beside them, and what is hidden weighs exactly 0, so the bits of a row depend
 // on its query and the keys it sees alone: not on the batch, on chunks of a prompt, or on pages.
 #include <algorithm>
@@ -22,8 +22,9 @@ namespace {
 constexpr int64_t kTaskRows = 96;  // rows of a task, roughly: enough to pay for transposed keys
 constexpr double kNsPerExp = 1.0;
 
+// Queries [first, last) of a sequence with the kv heads [first_head, last_head).
 struct Task {
-  int64_t sequence, kv_head, first, last;  // queries [first, last) of the sequence
+  int64_t sequence, first, last, first_head, last_head;
 };
 
 // Rows of keys or values of one sequence and head, by position.
@@ -56,11 +57,11 @@ struct Call {
 
   int64_t group() const { return spec.num_heads / spec.num_kv_heads; }
 
-  Rows rows(const float* base, int64_t stride, const Task& task) const {
-    base += task.kv_head * spec.head_dim;
+  Rows rows(const float* base, int64_t stride, int64_t sequence, int64_t kv_head) const {
+    base += kv_head * spec.head_dim;
     if (!batch.block_table)
-      return {base + batch.query_starts[task.sequence] * stride, stride, nullptr, 0};
-    const int32_t* pages = batch.block_table + task.sequence * batch.table_stride;
+      return {base + batch.query_starts[sequence] * stride, stride, nullptr, 0};
+    const int32_t* pages = batch.block_table + sequence * batch.table_stride;
     return {base, stride, pages, batch.page_size};
   }
 };
@@ -75,19 +76,43 @@ struct Scratch {
   }
 };
 
-// Transposes the keys [begin, end), begin a multiple of kWidth, into panels [dim][kWidth].
-void pack_keys(const Rows& keys, int64_t begin, int64_t end, int64_t dim, float* panels) {
+// Asks for `floats` of each of the rows from `position` on, as many as lie side by side, which come
+// cold from pages.
+void prefetch(const Rows& rows, int64_t position, int64_t end, int64_t floats) {
+  if (!rows.pages || position >= end) return;
+  const float* row = rows.at(position);
+  const int64_t count = rows.run(position, std::min<int64_t>(end, position + kLanes));
+  for (int64_t i = 0; i < count; ++i, row += rows.stride)
+    for (int64_t d = 0; d < floats; d += 16) __builtin_prefetch(row + d);
+}
+
+// Finds the rows from `position` on, as many as a vector has lanes but none from `end` on.
+int find_rows(const Rows& rows, int64_t position, int64_t end, const float* (&found)[kLanes]) {
+  const int64_t wanted = std::min<int64_t>(kLanes, end - position);
+  for (int64_t i = 0; i < wanted;) {
+    const float* row = rows.at(position + i);
+    const int64_t stop = i + rows.run(position + i, position + wanted);
+    for (; i < stop; ++i, row += rows.stride) found[i] = row;
+  }
+  return static_cast<int>(wanted);
+}
+
+// Transposes the keys [begin, end), begin a multiple of kWidth, into panels [dim][kWidth]. `floats` of
+// each row will be wanted, by this head and the next ones.
+void pack_keys(const Rows& keys, int64_t begin, int64_t end, int64_t dim, int64_t floats,
+               float* panels) {
+  const float* rows[kLanes];
   for (int64_t key = begin; key < end; key += kLanes) {
+    const int count = find_rows(keys, key, end, rows);
+    prefetch(keys, key + 2 * kLanes, end, floats);
     float* panel = panels + (key - begin) / kWidth * kWidth * dim + (key - begin) % kWidth;
     for (int64_t d = 0; d < dim; d += kLanes) {
-      const int64_t count = std::min<int64_t>(kLanes, dim - d);
+      const int64_t channels = std::min<int64_t>(kLanes, dim - d);
       Vec square[kLanes] = {};
-      for (int i = 0; i < kLanes && key + i < end; ++i) {
-        const float* row = keys.at(key + i) + d;
-        square[i] = count == kLanes ? load(row) : load_some(row, count, 0.0f);
-      }
+      for (int i = 0; i < count; ++i)
+        square[i] = channels == kLanes ? load(rows[i] + d) : load_some(rows[i] + d, channels, 0.0f);
       transpose(square);
-      for (int i = 0; i < count; ++i) store(panel + (d + i) * kWidth, square[i]);
+      for (int i = 0; i < channels; ++i) store(panel + (d + i) * kWidth, square[i]);
     }
   }
 }
@@ -102,36 +127,45 @@ Span visible(const RoseAttention& spec, int64_t position, int64_t keys) {
           position + spec.right >= keys ? keys : position + spec.right + 1};
 }
 
-// Turns a row of scores into weights that are yet to be divided by the sum that is returned.
-// `scores` holds the keys [begin, end), both multiples of kWidth.
-float softmax(float* scores, int64_t begin, int64_t end, Span seen, const RoseAttention& spec,
-              const float* bias) {
-  Vec most = splat(-INFINITY), sums = {};
+// Caps a row of scores, adds the bias, and hides what the query does not see; returns the largest.
+// `scores` and `bias` hold `count` keys from `begin` on, both multiples of kWidth.
+Vec mask(float* scores, int64_t begin, int64_t count, Span seen, const RoseAttention& spec,
+         const float* bias) {
+  Vec most = splat(-INFINITY);
   VecInt key;
   for (int i = 0; i < kLanes; ++i) key[i] = static_cast<int32_t>(begin) + i;
+  if (spec.soft_cap == 0.0f && !bias && seen.begin <= begin && seen.end >= begin + count) {
+    for (int64_t i = 0; i < count; i += kLanes) most = vmax(load(scores + i), most);
+    return most;
+  }
   const int32_t from = static_cast<int32_t>(seen.begin), to = static_cast<int32_t>(seen.end);
-  const int64_t count = end - begin;
   for (int64_t i = 0; i < count; i += kLanes, key += kLanes) {
     Vec s = load(scores + i);
     if (spec.soft_cap > 0.0f)  // tanh x is 2 sigmoid(2 x) - 1
       s = spec.soft_cap * (2.0f * sigmoid(s * (2.0f / spec.soft_cap)) - 1.0f);
-    if (bias) s += load(bias + begin + i);
+    if (bias) s += load(bias + i);
     s = (key >= from) & (key < to) ? s : splat(-INFINITY);
     store(scores + i, s);
     most = vmax(s, most);
   }
-  const float peak = largest(most);
+  return most;
+}
+
+// Turns a row of scores into weights that are yet to be divided by their sum, which is returned.
+Vec exponentials(float* scores, int64_t count, float largest) {
+  Vec sums = {};
   for (int64_t i = 0; i < count; i += kLanes) {
-    const Vec weight = exp(load(scores + i) - peak);
+    const Vec weight = exp_of_negative(load(scores + i) - largest);
     store(scores + i, weight);
     sums += weight;
   }
-  return sum(sums);
+  return sums;
 }
 
 // Adds weights times values [begin, end) to the sums [rows][columns], columns a multiple of kWidth.
-void weigh_values(const Rows& values, int64_t begin, int64_t end, int64_t dim, const float* weights,
-                  int64_t ldw, int rows, float* sums, int64_t columns, Scratch& scratch) {
+void weigh_values(const Rows& values, int64_t begin, int64_t end, int64_t dim, int64_t floats,
+                  const float* weights, int64_t ldw, int rows, float* sums, int64_t columns,
+                  Scratch& scratch) {
   for (int64_t key = begin; key < end;) {
     int64_t count = values.run(key, end), stride = values.stride;
     const float* from = values.at(key);
@@ -145,61 +179,98 @@ void weigh_values(const Rows& values, int64_t begin, int64_t end, int64_t dim, c
       from = copy;
       stride = columns;
     }
+    prefetch(values, key + count, end, floats);
     for (int64_t c = 0; c < columns; c += kWidth)
       kMultiply[rows - 1](weights + key - begin, ldw, from + c, stride, count, sums + c, columns, true);
     key += count;
   }
 }
 
-void attend(const Call& call, const Task& task) {
-  static thread_local Scratch scratch;
-  const RoseAttention& spec = call.spec;
-  const int64_t dim = spec.head_dim, group = call.group(), keys = call.batch.kv_lens[task.sequence];
-  const int64_t before = keys - call.batch.query_lens[task.sequence];  // cached keys
-  const int64_t start = call.batch.query_starts[task.sequence];
-  const Rows k = call.rows(call.k, call.ldk, task), v = call.rows(call.v, call.ldv, task);
-  const int64_t columns = ceil_div(dim, kWidth) * kWidth;
-  const int64_t all_begin = visible(spec, before + task.first, keys).begin / kWidth * kWidth;
-  const int64_t all_end = visible(spec, before + task.last - 1, keys).end;
-  const int64_t tiles = ceil_div(all_end - all_begin, kWidth), width = tiles * kWidth;
-  float* panels = Scratch::of(scratch.panels, tiles * kWidth * dim);
-  float* queries = Scratch::of(scratch.queries, kRows * dim);
-  float* scores = Scratch::of(scratch.scores, kRows * width);
-  float* sums = Scratch::of(scratch.sums, kRows * columns);
-  pack_keys(k, all_begin, all_end, dim, panels);
+// One kv head of a task.
+class Head {
+ public:
+  Head(const Call& call, const Task& task, int64_t kv_head)
+      : call_(call), spec_(call.spec), task_(task), kv_head_(kv_head) {
+    const int64_t s = task.sequence;
+    keys_ = call.batch.kv_lens[s];
+    cached_ = keys_ - call.batch.query_lens[s];
+    start_ = call.batch.query_starts[s];
+    columns_ = ceil_div(spec_.head_dim, kWidth) * kWidth;
+    wanted_ = (task.last_head - kv_head) * spec_.head_dim;
+    if (kv_head > task.first_head) wanted_ = 0;  // the first head has asked for all
+  }
 
-  const Blocks blocks((task.last - task.first) * group);
-  for (int64_t b = 0; b < blocks.count; ++b) {
-    const int64_t row = blocks.start(b), end_row = blocks.start(b + 1);
-    const int rows = static_cast<int>(end_row - row);
-    const auto query = [&](int64_t r) { return task.first + r / group; };
-    const auto head = [&](int64_t r) { return task.kv_head * group + r % group; };
-    for (int r = 0; r < rows; ++r) {
-      const float* from = call.q + (start + query(row + r)) * call.ldq + head(row + r) * dim;
-      for (int64_t d = 0; d < dim; ++d) queries[r * dim + d] = from[d] * spec.scale;
-    }
-    const int64_t begin = visible(spec, before + query(row), keys).begin / kWidth * kWidth;
-    const int64_t end = visible(spec, before + query(end_row - 1), keys).end;
-    const int64_t padded = begin + ceil_div(end - begin, kWidth) * kWidth;
-    for (int64_t key = begin; key < padded; key += kWidth)
-      kMultiply[rows - 1](queries, dim, panels + (key - all_begin) * dim, kWidth, dim,
-                          scores + key - begin, width, false);
-    float inverse[kRows];
-    for (int r = 0; r < rows; ++r) {
-      const int64_t position = before + query(row + r);
-      const float* bias = nullptr;
-      if (spec.bias) bias = spec.bias + head(row + r) * spec.bias_width + spec.bias_center - position;
-      const Span seen = visible(spec, position, keys);
-      inverse[r] = 1.0f / softmax(scores + r * width, begin, padded, seen, spec, bias);
-    }
-    std::fill(sums, sums + rows * columns, 0.0f);
-    weigh_values(v, begin, end, dim, scores, width, rows, sums, columns, scratch);
-    for (int r = 0; r < rows; ++r) {
-      float* to = call.out + ((start + query(row + r)) * spec.num_heads + head(row + r)) * dim;
-      for (int64_t d = 0; d < dim; ++d) to[d] = sums[r * columns + d] * inverse[r];
+  void run() {
+    const int64_t dim = spec_.head_dim;
+    const int64_t begin = round_down(visible(spec_, cached_ + task_.first, keys_).begin);
+    const int64_t end = visible(spec_, cached_ + task_.last - 1, keys_).end;
+    width_ = round_down(end - begin + kWidth - 1);
+    panels_ = Scratch::of(scratch_.panels, width_ * dim);
+    queries_ = Scratch::of(scratch_.queries, kRows * dim);
+    scores_ = Scratch::of(scratch_.scores, kRows * width_);
+    sums_ = Scratch::of(scratch_.sums, kRows * columns_);
+    pack_keys(call_.rows(call_.k, call_.ldk, task_.sequence, kv_head_), begin, end, dim, wanted_,
+              panels_);
+    const Blocks blocks((task_.last - task_.first) * call_.group());
+    for (int64_t b = 0; b < blocks.count; ++b) {
+      block(blocks.start(b), static_cast<int>(blocks.start(b + 1) - blocks.start(b)), begin);
+      wanted_ = 0;
     }
   }
-}
+
+ private:
+  const Call& call_;
+  const RoseAttention& spec_;
+  const Task& task_;
+  int64_t kv_head_, keys_, cached_, start_, columns_, wanted_, width_ = 0;
+  float *panels_ = nullptr, *queries_ = nullptr, *scores_ = nullptr, *sums_ = nullptr;
+  static thread_local Scratch scratch_;
+
+  static int64_t round_down(int64_t key) { return key / kWidth * kWidth; }
+  int64_t query(int64_t row) const { return task_.first + row / call_.group(); }
+  int64_t head(int64_t row) const { return kv_head_ * call_.group() + row % call_.group(); }
+  int64_t position(int64_t row) const { return cached_ + query(row); }
+
+  // Rows [row, row + rows); the panels start at key `panels_begin`.
+  void block(int64_t row, int rows, int64_t panels_begin) {
+    const int64_t dim = spec_.head_dim;
+    const int64_t begin = round_down(visible(spec_, position(row), keys_).begin);
+    const int64_t end = visible(spec_, position(row + rows - 1), keys_).end;
+    const int64_t width = round_down(end - begin + kWidth - 1);
+    load_queries(row, rows);
+    for (int64_t key = 0; key < width; key += kWidth)
+      kMultiply[rows - 1](queries_, dim, panels_ + (begin - panels_begin + key) * dim, kWidth, dim,
+                          scores_ + key, width_, false);
+    Vec folded[kRows];  // step by step over all rows: the steps of one row wait for each other
+    for (int r = 0; r < rows; ++r) {
+      const int64_t at = position(row + r);
+      const float* bias = spec_.bias;
+      if (bias) bias += head(row + r) * spec_.bias_width + spec_.bias_center - at + begin;
+      folded[r] = mask(scores_ + r * width_, begin, width, visible(spec_, at, keys_), spec_, bias);
+    }
+    for (int r = 0; r < rows; ++r)
+      folded[r] = exponentials(scores_ + r * width_, width, largest(folded[r]));
+    std::fill(sums_, sums_ + rows * columns_, 0.0f);
+    weigh_values(call_.rows(call_.v, call_.ldv, task_.sequence, kv_head_), begin, end, dim, wanted_,
+                 scores_, width_, rows, sums_, columns_, scratch_);
+    for (int r = 0; r < rows; ++r) {
+      const int64_t token = start_ + query(row + r);
+      float* to = call_.out + (token * spec_.num_heads + head(row + r)) * dim;
+      const float factor = 1.0f / sum(folded[r]);
+      for (int64_t d = 0; d < dim; ++d) to[d] = sums_[r * columns_ + d] * factor;
+    }
+  }
+
+  void load_queries(int64_t row, int rows) {
+    const int64_t dim = spec_.head_dim;
+    for (int r = 0; r < rows; ++r) {
+      const float* from = call_.q + (start_ + query(row + r)) * call_.ldq + head(row + r) * dim;
+      for (int64_t d = 0; d < dim; ++d) queries_[r * dim + d] = from[d] * spec_.scale;
+    }
+  }
+};
+
+thread_local Scratch Head::scratch_;
 
 }  // namespace
 }  // namespace rose
@@ -213,19 +284,23 @@ ROSE_API void rose_attend(const RoseAttention* spec, const RoseSequences* batch,
                           float* out, int32_t threads) {
   const Call call{*spec, *batch, q, k, v, ldq, ldk, ldv, out};
   const int64_t step = std::max<int64_t>(1, kTaskRows / call.group());
+  int64_t chunks = 0;
+  for (int64_t s = 0; s < batch->count; ++s) chunks += ceil_div(batch->query_lens[s], step);
+  const int64_t heads = spec->num_kv_heads, share = chunks >= 4 * threads ? heads : 1;
   std::vector<Task> tasks;
   double ns = 0;
   for (int64_t s = 0; s < batch->count; ++s) {
-    const int64_t queries = batch->query_lens[s], chunks = ceil_div(queries, step);
-    const double pairs = static_cast<double>(queries) * batch->kv_lens[s] * spec->num_heads;
-    ns += pairs * (2 * spec->head_dim * kNsPerFma + kNsPerExp);
-    ns += kNsPerByte * 8 * spec->head_dim * spec->num_kv_heads * batch->kv_lens[s];
-    for (int64_t c = chunks; c-- > 0;)  // the last first: causal ones cost most
-      for (int64_t h = 0; h < spec->num_kv_heads; ++h)
-        tasks.push_back({s, h, queries * c / chunks, queries * (c + 1) / chunks});
+    const int64_t queries = batch->query_lens[s], keys = batch->kv_lens[s];
+    ns += spec->num_heads * queries * keys * (2 * spec->head_dim * kNsPerFma + kNsPerExp);
+    ns += kNsPerByte * 8 * spec->head_dim * heads * keys;
+    const int64_t parts = ceil_div(queries, step);
+    for (int64_t p = parts; p-- > 0;)  // the last first: causal ones cost most
+      for (int64_t h = 0; h < heads; h += share)
+        tasks.push_back({s, queries * p / parts, queries * (p + 1) / parts, h, h + share});
   }
-  parallel(threads, tasks.size(), static_cast<int64_t>(ns),
-           [&](int64_t i) { attend(call, tasks[i]); });
+  parallel(threads, tasks.size(), static_cast<int64_t>(ns), [&](int64_t i) {
+    for (int64_t h = tasks[i].first_head; h < tasks[i].last_head; ++h) Head(call, tasks[i], h).run();
+  });
 }
 
 ROSE_API void rose_store_rows(const float* k, int64_t ldk, const float* v, int64_t ldv,

@@ -12,7 +12,7 @@ namespace rose {
 constexpr int kVecs = kLanes == 4 && kRegisters == 32 ? 4 : 2;  // vectors of a panel's width
 constexpr int kWidth = kVecs * kLanes;
 constexpr int kRows = std::min(12, (kRegisters - kVecs - 2) / kVecs);  // whose sums fit in registers
-constexpr int kAhead = 512;  // floats from the one in use to the one to prefetch
+constexpr int kAhead = 512 / kWidth;  // steps of k to prefetch ahead
 
 // Cost of one thread's work, roughly; see `parallel`.
 constexpr double kNsPerFma = 0.02, kNsPerByte = 0.05;
@@ -32,7 +32,7 @@ void multiply(const float* x, int64_t ldx, const float* w, int64_t ldw, int64_t 
 #pragma GCC unroll 4
     for (int v = 0; v < kVecs; ++v) {
       column[v] = load(w + v * kLanes);
-      __builtin_prefetch(w + v * kLanes + kAhead);
+      __builtin_prefetch(w + v * kLanes + kAhead * ldw);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {

@@ -5,27 +5,39 @@
 
 namespace rose {
 
-// e^x: x = n ln 2 + r with |r| <= ln 2 / 2, e^r by its series to r^7, and 2^n in two factors, so that
-// results overflow to infinity and underflow to 0 where they should. Error about 1 ulp.
-inline Vec exp(Vec x) {
-  const Vec low = splat(-104.0f), high = splat(89.0f);
-  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  x = x < low ? low : x;            // NaN compares false, so it stays
-  x = x > high ? high : x;
-  const Vec shifted = x * 1.44269504f + magic;
-  const Vec n = shifted - magic;
+constexpr float kLog2e = 1.44269504f;
+constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+
+// e^r for r = x - n ln 2, which is within ln 2 / 2 of 0, by its series. Error about 1 ulp.
+inline Vec exp_of_rest(Vec x, Vec n) {
   Vec r = n * -0.693145752f + x;
   r = n * -1.42860677e-6f + r;
-  Vec p = r * splat(1.0f / 5040) + 1.0f / 720;
-  p = p * r + 1.0f / 120;
+  Vec p = r * splat(1.0f / 720) + 1.0f / 120;
   p = p * r + 1.0f / 24;
   p = p * r + 1.0f / 6;
   p = p * r + 0.5f;
   p = p * r + 1.0f;
-  p = p * r + 1.0f;
+  return p * r + 1.0f;
+}
+
+// e^x for any x: 2^n comes in two factors, so that results overflow to infinity and underflow to 0.
+inline Vec exp(Vec x) {
+  const Vec low = splat(-104.0f), high = splat(89.0f);
+  x = x < low ? low : x;  // NaN compares false, so it stays
+  x = x > high ? high : x;
+  const Vec shifted = x * kLog2e + kRounder;
   const VecInt exponent = (VecInt)shifted - 0x4B400000;
   const VecInt first = exponent >> 1, second = exponent - first;
-  return p * (Vec)((first + 127) << 23) * (Vec)((second + 127) << 23);
+  return exp_of_rest(x, shifted - kRounder) * (Vec)((first + 127) << 23) *
+         (Vec)((second + 127) << 23);
+}
+
+// e^x for x of at most 0, with 0 below e^-87.
+inline Vec exp_of_negative(Vec x) {
+  const Vec shifted = x * kLog2e + kRounder;
+  const Vec power = (Vec)(((VecInt)shifted << 23) + 0x3F800000);
+  const Vec result = exp_of_rest(x, shifted - kRounder) * power;
+  return x < -87.0f ? Vec{} : result;
 }
 
 // erf(x) = x P(x^2) / Q(x^2) up to 3.92, beyond which it is 1 in float. P and Q are a least-squares fit

@@ -1,7 +1,8 @@
-// Layer norm and RMS norm over the last dimension, with the residual addition before it, and rotary
-// position embedding. A row's bits depend on the row alone.
+// Row by row: layer norm and RMS norm, with what is added before them, and rotary position embedding.
+// A row's bits depend on the row alone.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 #include "api.h"
 #include "pool.h"
@@ -119,23 +120,39 @@ ROSE_API void rose_rms_norm(const float* x, const float* residual, const float* 
   });
 }
 
-ROSE_API void rose_norm_and_rotate(const float* q, int64_t ldq, int64_t heads, const float* k,
-                                   int64_t ldk, int64_t kv_heads, const float* q_norm,
-                                   const float* k_norm, float norm_offset, float eps,
-                                   const float* cos, const float* sin, float* q_out, float* k_out,
-                                   int64_t rows, int64_t dim, int64_t rotary, int32_t threads) {
+ROSE_API void rose_norm_and_rotate(const RoseHeads* heads, const float* q, int64_t ldq, const float* k,
+                                   int64_t ldk, const float* v, int64_t ldv, const float* cos,
+                                   const float* sin, const int64_t* slots, float* q_out,
+                                   float* k_out, float* v_out, int64_t rows, int32_t threads) {
+  const RoseHeads& h = *heads;
+  const int64_t dim = h.head_dim, kv_width = h.num_kv_heads * dim;
   const auto head = [&](const float* x, const float* norm, int64_t row, float* y) {
     if (norm) {
-      rms_norm(x, norm, norm_offset, y, dim, eps);
+      rms_norm(x, norm, h.norm_offset, y, dim, h.eps);
       x = y;
     }
-    rotate(x, cos + row * rotary, sin + row * rotary, y, dim, rotary);
+    rotate(x, cos + row * h.rotary, sin + row * h.rotary, y, dim, h.rotary);
   };
-  for_rows(rows, (heads + kv_heads) * dim, threads, [&](int64_t row) {
-    for (int64_t h = 0; h < heads; ++h)
-      head(q + row * ldq + h * dim, q_norm, row, q_out + (row * heads + h) * dim);
-    for (int64_t h = 0; h < kv_heads; ++h)
-      head(k + row * ldk + h * dim, k_norm, row, k_out + (row * kv_heads + h) * dim);
+  for_rows(rows, h.num_heads * dim + kv_width, threads, [&](int64_t row) {
+    const int64_t slot = slots ? slots[row] : row;
+    for (int64_t i = 0; i < h.num_heads; ++i)
+      head(q + row * ldq + i * dim, h.q_norm, row, q_out + (row * h.num_heads + i) * dim);
+    for (int64_t i = 0; i < h.num_kv_heads; ++i)
+      head(k + row * ldk + i * dim, h.k_norm, row, k_out + slot * kv_width + i * dim);
+    if (v) std::memcpy(v_out + slot * kv_width, v + row * ldv, sizeof(float) * kv_width);
+  });
+}
+
+ROSE_API void rose_embed_and_norm(const int64_t* ids, const int64_t* positions, const int64_t* types,
+                                  const float* word_table, const float* position_table,
+                                  const float* type_table, const float* weight, const float* bias,
+                                  float* y, int64_t rows, int64_t channels, float eps,
+                                  int32_t threads) {
+  for_rows(rows, 2 * channels, threads, [&](int64_t row) {
+    float* out = y + row * channels;
+    add(word_table + ids[row] * channels, type_table + (types ? types[row] : 0) * channels, out, channels);
+    add(out, position_table + positions[row] * channels, out, channels);
+    layer_norm(out, weight, bias, out, channels, eps);
   });
 }
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 
 namespace rose {
 
@@ -44,22 +45,29 @@ inline void store_some(float* at, Vec x, int64_t count) {
   for (int64_t i = 0; i < count; ++i) at[i] = x[i];
 }
 
-// Sum and maximum of all lanes, in one fixed order for each width.
-inline float sum(Vec x) {
-  float lane[kLanes];
-  store(lane, x);
-  for (int half = kLanes / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
-  return lane[0];
+// Lane i is lane i ^ Step of x.
+template <int Step, int... Lane>
+inline Vec exchange(Vec x, std::integer_sequence<int, Lane...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(x, x, (Lane ^ Step)...);
+#else
+  return __builtin_shuffle(x, VecInt{(Lane ^ Step)...});
+#endif
 }
 
-inline float largest(Vec x) {
-  float lane[kLanes];
-  store(lane, x);
-  for (int half = kLanes / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) lane[i] = lane[i] > lane[i + half] ? lane[i] : lane[i + half];
-  return lane[0];
+// Combines all lanes, in one fixed order for each width.
+template <int Step = kLanes / 2, class Combine>
+inline float reduce(Vec x, Combine combine) {
+  if constexpr (Step == 0) return x[0];
+  else return reduce<Step / 2>(
+      combine(x, exchange<Step>(x, std::make_integer_sequence<int, kLanes>())), combine);
 }
+
+inline float sum(Vec x) {
+  return reduce(x, [](Vec a, Vec b) { return a + b; });
+}
+
+inline float largest(Vec x) { return reduce(x, vmax); }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
