@@ -5,17 +5,15 @@ worker. Sampled tokens stay on the device: the next step, which was planned befo
 known, picks them up there, while a copy for the host travels in the `LazyTensor`.
 
 Shape letters: T tokens of the step, B sequences, S sampled rows, C channels, V vocabulary, N tokens
-that are carried over on the device, P pages of a sequence, R prompt positions.
+that are carried over on the device, R prompt positions.
 """
 
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,6 +21,7 @@ from rose.kernels.attention.base import AttentionBackend, GraphSupport, PagedLay
 from rose.models.backbone import Backbone
 from rose.models.batch import TokenBatch
 from rose.runtime.decode_graphs import DecodeForward
+from rose.runtime.decode_step import DecodeStep, PromptRows, padding_step, prepare_step
 from rose.runtime.device import upload
 from rose.runtime.errors import NonFiniteError, RequestError
 from rose.runtime.graphs import Capturer, GraphCache, GraphPolicy
@@ -73,37 +72,6 @@ class StepResult:
     prompt_logprobs: list[list[TokenLogprob]]
 
 
-class _PromptRows(NamedTuple):
-    """Prompt positions of one row whose log-probabilities are wanted: few enough for one go."""
-
-    row: int
-    first: int  # index among the step's tokens
-    next_ids: list[int]
-    top_n: int
-
-
-@dataclass(slots=True, kw_only=True)
-class _Step:
-    """A step on the host, ready to run."""
-
-    num_rows: int
-    input_ids: Tensor  # int64 [T]
-    positions: Tensor  # int64 [T]
-    layout: PagedLayout
-    carried: Tensor | None  # int64 [2, N]: index among the tokens, slot
-    sampled: Tensor | None  # int64 [2, S]: index among the tokens, slot
-    sampled_rows: list[int]
-    states: list[SamplingState]
-    sampling: SamplingBatch | None
-    prompts: list[_PromptRows]
-    scrub: list[int] = field(default_factory=list)
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether every sequence has one new token, as a graph needs it."""
-        return len(self.input_ids) == self.num_rows
-
-
 class DecodeRuntime:
     """Runs a causal LM step by step. Steps run in the order in which they are launched."""
 
@@ -151,10 +119,10 @@ class DecodeRuntime:
             model.backbone.attention_specs, num_pages, page_size, dtype, self._device
         )
         self._last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=self._device)
-        self._graphs: GraphCache[_Step, Tensor] | None = None
+        self._graphs: GraphCache[DecodeStep, Tensor] | None = None
 
     @property
-    def graphs(self) -> GraphCache[_Step, Tensor] | None:
+    def graphs(self) -> GraphCache[DecodeStep, Tensor] | None:
         """The graph cache, None where all steps run eagerly."""
         return self._graphs
 
@@ -188,7 +156,7 @@ class DecodeRuntime:
 
         They lie in page 0, which is there for padding.
         """
-        steps = [_padding_step(size) for size in sizes]
+        steps = [padding_step(size) for size in sizes]
         if self._graphs is None:
             self._worker.launch(lambda: [self._forward(step) for step in steps], len).result()
         else:
@@ -211,41 +179,15 @@ class DecodeRuntime:
 
     def step(self, plan: StepPlan) -> LazyTensor[StepResult]:
         """Launch a step and return at once."""
-        step = self._prepare(plan)
+        sampled = [row for row in plan.rows if row.output_index is not None]
+        step = prepare_step(
+            plan,
+            self._plan_sampling(sampled),
+            page_size=self.page_size,
+            prompt_run=max(1, LOGITS_BYTES // (4 * self.vocab_size)),
+        )
         return self._worker.launch(
             lambda: self._launch(step), lambda outputs: self._read(step, outputs)
-        )
-
-    def _prepare(self, plan: StepPlan) -> _Step:
-        """Turn a plan into the tensors of a step, all at once."""
-        rows = plan.rows
-        counts = np.array([row.num_tokens for row in rows], np.int64)
-        ends = np.cumsum(counts)
-        starts = np.array([row.start for row in rows], np.int64)
-        positions = np.arange(ends[-1]) + np.repeat(starts - ends + counts, counts)
-        block_table = _block_table(rows)
-        pages = block_table[np.repeat(np.arange(len(rows)), counts), positions // self.page_size]
-        slot_mapping = pages.astype(np.int64) * self.page_size + positions % self.page_size
-        layout = PagedLayout(
-            cu_seqlens_q=torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32)),
-            query_lens=tuple(counts.tolist()),
-            kv_lens=tuple((starts + counts).tolist()),
-            block_table=torch.from_numpy(block_table),
-            slot_mapping=torch.from_numpy(slot_mapping),
-        )
-        sampled = [(i, row) for i, row in enumerate(rows) if row.output_index is not None]
-        return _Step(
-            num_rows=len(rows),
-            input_ids=torch.from_numpy(_input_ids(rows)),
-            positions=torch.from_numpy(positions),
-            layout=layout,
-            carried=_places([(i, row) for i, row in enumerate(rows) if not row.is_known], ends),
-            sampled=_places(sampled, ends),
-            sampled_rows=[i for i, _ in sampled],
-            states=[row.sequence.sampling for _, row in sampled],
-            sampling=self._plan_sampling([row for _, row in sampled]),
-            prompts=_prompt_rows(rows, ends, max(1, LOGITS_BYTES // (4 * self.vocab_size))),
-            scrub=plan.scrub,
         )
 
     def _plan_sampling(self, rows: SequenceOf[PlanRow]) -> SamplingBatch | None:
@@ -258,7 +200,7 @@ class DecodeRuntime:
             {i: grammar.mask() for i, grammar in grammars.items() if grammar is not None},
         )
 
-    def _launch(self, step: _Step) -> list[Tensor]:
+    def _launch(self, step: DecodeStep) -> list[Tensor]:
         """Launch a step; return what the host has to see, in the order in which `_read` takes it.
 
         Three tensors of log-probabilities per entry of `prompts`, then the sampled tokens.
@@ -279,7 +221,7 @@ class DecodeRuntime:
             outputs.append(tokens.packed)
         return outputs
 
-    def _read(self, step: _Step, outputs: SequenceOf[Tensor]) -> StepResult:
+    def _read(self, step: DecodeStep, outputs: SequenceOf[Tensor]) -> StepResult:
         """Make the result of a step's outputs once they are on the host."""
         result = StepResult(
             tokens=[None] * step.num_rows,
@@ -293,7 +235,7 @@ class DecodeRuntime:
             _add_tokens(result, step.sampled_rows, unpack(next(arrived).numpy(), step.states))
         return result
 
-    def _forward(self, step: _Step) -> Tensor:
+    def _forward(self, step: DecodeStep) -> Tensor:
         """Compute the hidden states [T, C] of the step's tokens."""
         input_ids = self._put(step.input_ids)
         self._carry(step, input_ids)
@@ -307,13 +249,13 @@ class DecodeRuntime:
         attention = self._backend.plan_paged(layout, self._pages)
         return self._model.backbone(TokenBatch(input_ids, self._put(step.positions), attention))
 
-    def _carry(self, step: _Step, input_ids: Tensor) -> None:
+    def _carry(self, step: DecodeStep, input_ids: Tensor) -> None:
         """Fill in the tokens of steps before, which only the device knows."""
         if step.carried is not None:
             index_N, slots_N = self._put(step.carried)
             input_ids.index_copy_(0, index_N, self._last_tokens.index_select(0, slots_N))
 
-    def _logprobs(self, prompt: _PromptRows, hidden_TC: Tensor) -> tuple[Tensor, ...]:
+    def _logprobs(self, prompt: PromptRows, hidden_TC: Tensor) -> tuple[Tensor, ...]:
         logits_RV = self._model.logits(
             hidden_TC[prompt.first : prompt.first + len(prompt.next_ids)]
         )
@@ -329,72 +271,8 @@ class DecodeRuntime:
         return upload(tensor, self._device)
 
 
-def _block_table(rows: list[PlanRow]) -> npt.NDArray[np.int32]:
-    """int32 [B, P]; unused entries are 0."""
-    table = np.zeros((len(rows), max(len(row.sequence.pages) for row in rows)), np.int32)
-    for index, row in enumerate(rows):
-        table[index, : len(row.sequence.pages)] = row.sequence.pages
-    return table
-
-
-def _input_ids(rows: list[PlanRow]) -> npt.NDArray[np.int64]:
-    """int64 [T]; 0 stands for a token that only the device knows."""
-    ids: list[int] = []
-    for row in rows:
-        ids += row.sequence.token_ids[row.start : row.end] if row.is_known else (0,)
-    return np.array(ids, np.int64)
-
-
-def _places(rows: list[tuple[int, PlanRow]], ends: npt.NDArray[np.int64]) -> Tensor | None:
-    """int64 [2, rows]: index of each row's last token in the step, and its sequence's slot."""
-    if not rows:
-        return None
-    slots = [row.sequence.slot for _, row in rows]
-    return torch.tensor([[int(ends[i]) - 1 for i, _ in rows], slots])
-
-
-def _padding_step(size: int) -> _Step:
-    """A step of one token per sequence in which nothing is real."""
-    zeros = torch.zeros(size, dtype=torch.int64)
-    layout = PagedLayout(
-        cu_seqlens_q=torch.arange(size + 1, dtype=torch.int32),
-        query_lens=(1,) * size,
-        kv_lens=(1,) * size,
-        block_table=torch.zeros(size, 1, dtype=torch.int32),
-        slot_mapping=zeros,
-    )
-    return _Step(
-        num_rows=size,
-        input_ids=zeros,
-        positions=zeros,
-        layout=layout,
-        carried=None,
-        sampled=None,
-        sampled_rows=[],
-        states=[],
-        sampling=None,
-        prompts=[],
-    )
-
-
-def _prompt_rows(
-    rows: list[PlanRow], ends: npt.NDArray[np.int64], at_most: int
-) -> list[_PromptRows]:
-    """What is wanted of the prompts, cut into runs of `at_most` positions."""
-    prompts = []
-    for index, row in enumerate(rows):
-        wanted = row.prompt_rows
-        for start in range(wanted.start, wanted.stop, at_most):
-            stop = min(start + at_most, wanted.stop)
-            ids = row.sequence.token_ids[start + 1 : stop + 1]
-            first = int(ends[index]) - row.num_tokens + start - row.start
-            top_n = row.sequence.params.prompt_logprobs or 0
-            prompts.append(_PromptRows(index, first, ids, top_n))
-    return prompts
-
-
 def _add_prompt_logprobs(
-    result: StepResult, prompt: _PromptRows, parts: list[list[list[float]]]
+    result: StepResult, prompt: PromptRows, parts: list[list[list[float]]]
 ) -> None:
     """Add what `token_logprobs` found for some positions of a prompt."""
     chosen, top_ids, top = parts

@@ -5,7 +5,6 @@ Shape letters: B sequences of the bucket, C channels.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -14,23 +13,13 @@ from torch import Tensor
 from rose.kernels.attention.base import AttentionBackend, KVPages, PagedLayout
 from rose.models.backbone import Backbone
 from rose.models.batch import TokenBatch
+from rose.runtime.decode_step import DecodeStep
 from rose.runtime.fixed_inputs import FixedInputs
 from rose.runtime.graphs import GraphKey, decode_key
 
 
-class DecodeStep(Protocol):
-    """The host's facts of a step: `input_ids`, `positions` int64 [sequences], and the layout."""
-
-    input_ids: Tensor
-    positions: Tensor
-    layout: PagedLayout
-
-
-StepT = TypeVar("StepT", bound=DecodeStep)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeForward(Generic[StepT]):
+class DecodeForward:
     """Steps of one token per sequence; returns hidden states [sequences, C] on the device.
 
     Attributes:
@@ -50,29 +39,29 @@ class DecodeForward(Generic[StepT]):
     max_pages: int
     dtype: torch.dtype
     device: torch.device
-    eager: Callable[[StepT], Tensor]
-    carry: Callable[[StepT, Tensor], None]
+    eager: Callable[[DecodeStep], Tensor]
+    carry: Callable[[DecodeStep, Tensor], None]
 
-    def key(self, batch: StepT) -> GraphKey:
+    def key(self, batch: DecodeStep) -> GraphKey:
         """Return the bucket of a step."""
         return decode_key(len(batch.input_ids))
 
-    def num_tokens(self, batch: StepT) -> int:
+    def num_tokens(self, batch: DecodeStep) -> int:
         """Return the sequences of a step."""
         return len(batch.input_ids)
 
-    def program(self, key: GraphKey, batch: StepT) -> "DecodeProgram[StepT]":
+    def program(self, key: GraphKey, batch: DecodeStep) -> "DecodeProgram":
         """Make the forward pass of a bucket, with `batch` loaded."""
         return DecodeProgram(self, key.sequences, batch)
 
 
-class DecodeProgram(Generic[StepT]):
+class DecodeProgram:
     """The forward pass of one number of sequences.
 
     Rows of padding are sequences of one token in page 0, which is there for them.
     """
 
-    def __init__(self, forward: DecodeForward[StepT], size: int, step: StepT) -> None:
+    def __init__(self, forward: DecodeForward, size: int, step: DecodeStep) -> None:
         """Make the inputs, load `step`, and plan the attention of every step to come."""
         self._forward = forward
         self._size = size
@@ -92,7 +81,7 @@ class DecodeProgram(Generic[StepT]):
             size, forward.backbone.hidden_size, dtype=forward.dtype, device=forward.device
         )
 
-    def load(self, batch: StepT) -> None:
+    def load(self, batch: DecodeStep) -> None:
         """Bring a step into the inputs."""
         self._attention.update(self._upload(batch))
 
@@ -101,11 +90,11 @@ class DecodeProgram(Generic[StepT]):
         tokens = TokenBatch(self._inputs["ids"], self._inputs["positions"], self._attention)
         self._hidden_BC.copy_(self._forward.backbone(tokens))
 
-    def output(self, batch: StepT) -> Tensor:
+    def output(self, batch: DecodeStep) -> Tensor:
         """Return the hidden states of the step's sequences, [sequences, C]."""
         return self._hidden_BC[: len(batch.input_ids)]
 
-    def _upload(self, step: StepT) -> PagedLayout:
+    def _upload(self, step: DecodeStep) -> PagedLayout:
         padding = self._size - len(step.input_ids)
         rows, columns = step.layout.block_table.shape
         block_table = np.zeros((self._size, self._forward.max_pages), np.int32)
