@@ -1,6 +1,6 @@
 """Packs token ids into the batches that models take, for tests of any part."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -70,3 +70,31 @@ def paged(
     layout = PagedLayout(cumulative(queries), queries, totals, table, torch.cat(slots))
     ids = torch.tensor([token for _, sequence in chunks for token in sequence])
     return TokenBatch(ids, torch.cat(positions), reference_backend().plan_paged(layout, pages))
+
+
+def run_paged(
+    model: Callable[[TokenBatch], torch.Tensor],
+    sequences: Sequence[Sequence[int]],
+    steps: Sequence[int],
+) -> list[torch.Tensor]:
+    """Run sequences chunk by chunk through a page pool; returns the states of each.
+
+    In every step each unfinished sequence takes that many tokens; the last step size goes on.
+    """
+    specs = model.attention_specs  # type: ignore[attr-defined]
+    share = -(-max(map(len, sequences)) // PAGE)
+    pages = new_pages(specs, 1 + share * len(sequences))
+    rows: list[list[torch.Tensor]] = [[] for _ in sequences]
+    done = [0] * len(sequences)
+    sizes = iter(steps)
+    size = next(sizes)
+    while any(d < len(ids) for d, ids in zip(done, sequences, strict=True)):
+        active = [i for i, ids in enumerate(sequences) if done[i] < len(ids)]
+        chunks = [(done[i], sequences[i][done[i] : done[i] + size]) for i in active]
+        batch = paged(pages, chunks, [1 + share * i for i in active], share)
+        parts = model(batch).split([len(ids) for _, ids in chunks])
+        for i, part in zip(active, parts, strict=True):
+            rows[i].append(part)
+            done[i] += len(part)
+        size = next(sizes, size)
+    return [torch.cat(parts) for parts in rows]

@@ -248,6 +248,7 @@ def decoder_architecture(
     fused: Fused = (),
     *,
     tied: bool = False,
+    lm_head: bool = True,
 ) -> Architecture:
     """Make the registry's entry of a decoder."""
     return Architecture(
@@ -256,7 +257,7 @@ def decoder_architecture(
         backbone=backbone,
         ignored=_IGNORED,
         fused=fused,
-        lm_head=True,
+        lm_head=lm_head,
         tie_default=tied,
         classifier=last_token_head,
     )
@@ -333,4 +334,4 @@ def _read_pplx_config(reader: ConfigReader) -> DecoderConfig:
     return read_decoder_config(_QWEN3, reader)
 
 
-PPLX_QWEN3 = decoder_architecture("bidirectional_pplx_qwen3", _read_pplx_config)
+PPLX_QWEN3 = decoder_architecture("bidirectional_pplx_qwen3", _read_pplx_config, lm_head=False)

@@ -14,6 +14,17 @@ if TYPE_CHECKING:
 TASKS: tuple[str, ...] = get_args(Task)
 
 
+def possible_tasks(architecture: "Architecture") -> list[Task]:
+    """List what checkpoints of an architecture can be for."""
+    has = {
+        "embed": True,
+        "generate": architecture.lm_head,
+        "score": architecture.lm_head or architecture.classifier is not None,
+        "classify": architecture.classifier is not None,
+    }
+    return [task for task in get_args(Task) if has[task]]
+
+
 def is_classifier(reader: ConfigReader) -> bool:
     """Say whether the checkpoint was saved as a sequence classifier."""
     return _is_saved_as(reader, "ForSequenceClassification")

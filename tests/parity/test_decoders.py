@@ -9,12 +9,18 @@ from transformers import AutoModelForCausalLM, LlamaModel
 
 from rose.models.errors import CheckpointError
 from rose.models.loader import load
+from rose.models.registry import ARCHITECTURES
 from tests import tiny
-from tests.batches import new_pages, paged, ragged
+from tests.batches import ragged, run_paged
 from tests.parity.oracle import assert_states, check, reference_states, sequences
 
 KINDS = list(tiny.DECODERS)
 FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def test_every_architecture_is_tested():
+    """An entry of tests.tiny is what a new one needs; pplx-embed is tested with its recipe."""
+    assert set(ARCHITECTURES) == {*tiny.ENCODERS, *tiny.DECODERS, "bidirectional_pplx_qwen3"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -128,26 +134,10 @@ def test_paged_equals_ragged(tmp_path, kind, sliding):
     batch = sequences(70, (9, 1, 14))
     packed, cu = ragged(batch)
     expected = model.backbone(packed).split(cu.diff().tolist())
-    pages = new_pages(model.backbone.attention_specs, 13)
-    rows = [[] for _ in batch]
-    done = [0] * len(batch)
-    for step in (1, 5, 1, 1, 7):  # a prefill in chunks, with decodes beside
-        chunks = [(d, ids[d : d + step]) for d, ids in zip(done, batch, strict=True)]
-        active = [index for index, (_, ids) in enumerate(chunks) if ids]
-        states = model.backbone(_paged_of(pages, chunks, active, len(batch)))
-        for index, part in zip(
-            active, states.split([len(chunks[i][1]) for i in active]), strict=True
-        ):
-            rows[index].append(part)
-            done[index] += len(part)
-    for parts, wanted in zip(rows, expected, strict=True):
-        torch.testing.assert_close(torch.cat(parts), wanted, atol=1e-5, rtol=1e-5)
-
-
-def _paged_of(pages, chunks, active, count):
-    """Only the active sequences are in the batch, but each keeps its own pages."""
-    share = (pages.num_pages - 1) // count
-    return paged(pages, [chunks[i] for i in active], [1 + share * i for i in active], share)
+    # A prefill in chunks, with decodes beside.
+    states = run_paged(model.backbone, batch, (1, 5, 1, 1, 7))
+    for found, wanted in zip(states, expected, strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_heads_that_do_not_divide_the_hidden_size(tmp_path):

@@ -129,8 +129,8 @@ def test_models_lists_the_registry(capsys):
     assert [line.split()[0] for line in lines[1:]] == list(ARCHITECTURES)
     assert rose("models", "--json") == 0
     tasks = json.loads(capsys.readouterr().out)
-    assert tasks["bert"] == ["embed"]
-    assert tasks["qwen3"] == ["embed", "generate"]
+    assert tasks["bert"] == ["embed", "score", "classify"]
+    assert tasks["qwen3"] == ["embed", "generate", "score", "classify"]
 
 
 # rose inspect

@@ -16,11 +16,9 @@ def models(
     import json
 
     from rose.models.registry import ARCHITECTURES
+    from rose.models.tasks import possible_tasks
 
-    tasks = {
-        name: ["embed", "generate"] if ARCHITECTURES.load(name).lm_head else ["embed"]
-        for name in ARCHITECTURES
-    }
+    tasks = {name: possible_tasks(ARCHITECTURES.load(name)) for name in ARCHITECTURES}
     if as_json:
         typer.echo(json.dumps(tasks, indent=2))
         return
