@@ -27,6 +27,7 @@ from rose.runtime.generation import GenerationLoop, GenerationStats
 from tools.decoding import (
     Continuation,
     Ids,
+    Verdict,
     bytes_of_pages,
     decode_loop,
     draw_prompts,
@@ -136,23 +137,6 @@ def decode(work: Work, setting: Setting) -> Found:
 
 def _moved(before: GenerationStats, after: GenerationStats) -> dict[str, int]:
     return {name: getattr(after, name) - getattr(before, name) for name in MOVING}
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """How many outputs equal the expected ones, part at a near tie, or are wrong."""
-
-    equal: int
-    excused: int
-    wrong: int
-
-    @classmethod
-    def of(cls, outputs: Sequence[Ids], expected: Sequence[Continuation]) -> "Verdict":
-        """Compare outputs with what transformers makes."""
-        parted = [(one, one.fault_at(out)) for one, out in zip(expected, outputs, strict=True)]
-        excused = sum(at is not None and one.is_tie(at) for one, at in parted)
-        equal = sum(at is None for _, at in parted)
-        return cls(equal, excused, len(parted) - equal - excused)
 
 
 def judge(report: Report, name: str, work: Work, found: Sequence[tuple[Setting, Found]]) -> None:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from rose.runtime.generation import GenerationLoop
 from tools.decoding import (
     Ids,
+    Verdict,
     decode_loop,
     draw_prompts,
     generate,
@@ -49,8 +50,7 @@ class Speed:
         new = self.options.tokens
         expected = reference_greedy(self.model, prompts, new)
         ours = run(self.loop, prompts, [greedy(new, "check")] * len(prompts))
-        parted = [(one, one.fault_at(tokens)) for one, tokens in zip(expected, ours, strict=True)]
-        wrong = sum(at is not None and not one.is_tie(at) for one, at in parted)
+        wrong = Verdict.of(ours, expected).wrong
         name = f"greedy outputs of {len(prompts)} that are wrong"
         self.report.check(name, wrong, "0", wrong == 0)
 

@@ -41,6 +41,23 @@ class Continuation:
         return self.margins[position] < NEAR_TIE
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """How many outputs equal the expected ones, part at a near tie, or are wrong."""
+
+    equal: int
+    excused: int
+    wrong: int
+
+    @classmethod
+    def of(cls, outputs: Sequence[Ids], expected: Sequence[Continuation]) -> "Verdict":
+        """Compare outputs with what transformers makes."""
+        parted = [(one, one.fault_at(out)) for one, out in zip(expected, outputs, strict=True)]
+        excused = sum(at is not None and one.is_tie(at) for one, at in parted)
+        equal = sum(at is None for _, at in parted)
+        return cls(equal, excused, len(parted) - equal - excused)
+
+
 def draw_prompts(
     path: Path, lengths: Sequence[int], count: int, seed: int, extra: Sequence[str]
 ) -> list[Ids]:

@@ -12,6 +12,7 @@ from tools.texts import mixed_texts
 
 POOL = 24  # prompts
 MOST_TOKENS = 48
+MOST_BYTES = 400  # of a prompt, so that it fits into a small pool of pages
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
@@ -129,10 +130,12 @@ def read_stream(text: str) -> Answer:
 
 async def learn_texts(http: httpx.AsyncClient, model: str, seed: int) -> KnownTexts:
     """Ask for the output of every prompt of the pool, alone and one after another."""
-    return [
-        await _learn(http, model, number, text)
-        for number, text in enumerate(mixed_texts(POOL, seed, most_words=150))
-    ]
+    texts = [text for text in mixed_texts(4 * POOL, seed, most_words=60) if _is_short(text)]
+    return [await _learn(http, model, i, text) for i, text in enumerate(texts[:POOL])]
+
+
+def _is_short(text: str) -> bool:
+    return len(text.encode()) <= MOST_BYTES
 
 
 async def _learn(http: httpx.AsyncClient, model: str, number: int, text: str) -> KnownText:

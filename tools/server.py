@@ -19,7 +19,9 @@ START_LIMIT_S = 180
 STOP_LIMIT_S = 60
 MIB = 1 << 20
 
-_TROUBLE = re.compile(r"^\d\d:\d\d:\d\d (WARNING|ERROR|CRITICAL)|Traceback|Error\b|Exception\b")
+_TROUBLE = re.compile(
+    r"^\d\d:\d\d:\d\d (WARNING|ERROR|CRITICAL)|^Traceback|(Error|Exception|Warning): "
+)
 
 
 @dataclass
