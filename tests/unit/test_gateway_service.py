@@ -152,6 +152,32 @@ def test_too_much_input_at_one_time():
     assert http.embed(input="a" * 1000).status_code == 200  # alone, any body may pass
 
 
+def test_what_is_announced_takes_no_memory_before_it_comes():
+    http = Http(max_body_bytes_in_flight=100)
+    idle = chunks(b"{", b"}", pause_s=0.3)
+    large = {"content": idle, "headers": {"Content-Type": "application/json"}}
+    announced = {**large, "content": chunks(b"{", b"}", pause_s=0.3)}
+    announced["headers"] = {**large["headers"], "Content-Length": str(32 << 20)}
+    small = {"json": {"input": "a"}}
+    kinds = [large, announced, small, small]
+    answers = http.gather(*[("POST", "/v1/embeddings", kind) for kind in kinds])
+    assert [answer.status_code for answer in answers] == [400, 400, 200, 200]
+    assert http.app.state.gateway.bytes_in_flight == 0
+
+
+def test_many_small_bodies_in_chunks_are_served_at_one_time():
+    http = Http(max_body_bytes_in_flight=24 * 13)
+    http.client.delay_s = 0.1
+
+    def request():
+        headers = {"Content-Type": "application/json"}
+        body = chunks(b'{"input"', b':"a"}')
+        return ("POST", "/v1/embeddings", {"content": body, "headers": headers})
+
+    answers = http.gather(*[request() for _ in range(24)])
+    assert {answer.status_code for answer in answers} == {200}
+
+
 # Request ids
 
 

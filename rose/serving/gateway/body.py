@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from collections.abc import Callable
 
 from starlette.requests import Request
 
@@ -34,8 +35,16 @@ def check_content_type(request: Request) -> None:
         raise ApiError(415, f"Charset '{charset[1][:40]}' is not supported; send UTF-8.")
 
 
-async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
+async def read_body(
+    request: Request, max_bytes: int, timeout_s: float, grow: Callable[[int], None]
+) -> bytes:
     """Reads the body, never holding more than `max_bytes` of it.
+
+    Args:
+        request: Whose body it is.
+        max_bytes: Of the body.
+        timeout_s: Time for the body to arrive.
+        grow: Is told how many bytes have come, for each part that comes; may refuse.
 
     Raises:
         ApiError: 413 if it is too large, 400 if it is not as announced or does not arrive.
@@ -46,7 +55,7 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
         raise _too_large(max_bytes)
     try:
         async with asyncio.timeout(timeout_s):
-            body = await _collect(request, max_bytes)
+            body = await _collect(request, max_bytes, grow)
     except TimeoutError:
         raise bad_request(f"The body did not arrive within {timeout_s:g} seconds.") from None
     if announced is not None and announced != len(body):
@@ -55,13 +64,14 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
     return body
 
 
-async def _collect(request: Request, max_bytes: int) -> bytes:
+async def _collect(request: Request, max_bytes: int, grow: Callable[[int], None]) -> bytes:
     chunks: list[bytes] = []
     size = 0
     async for chunk in request.stream():
         size += len(chunk)
         if size > max_bytes:
             raise _too_large(max_bytes)
+        grow(len(chunk))
         chunks.append(chunk)
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 

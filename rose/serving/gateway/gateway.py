@@ -46,21 +46,38 @@ class Gateway:
             self.requests_in_flight -= 1
 
     @contextmanager
-    def memory(self, size: int) -> Iterator[None]:
-        """Room for a body of `size` bytes.
+    def memory(self) -> Iterator["BodyMemory"]:
+        """Room for one body, which takes it up as its bytes arrive."""
+        body = BodyMemory(self)
+        try:
+            yield body
+        finally:
+            self.bytes_in_flight -= body.size
+
+
+class BodyMemory:
+    """What one body takes of the memory for bodies: what has arrived, not what is announced.
+
+    Attributes:
+        size: Bytes.
+    """
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.size = 0
+        self._gateway = gateway
+
+    def grow(self, size: int) -> None:
+        """Takes room for `size` more bytes; a body that is alone may have any size.
 
         Raises:
             ApiError: 429, there is none.
         """
-        if self.bytes_in_flight and (
-            self.bytes_in_flight + size > self.settings.max_body_bytes_in_flight
-        ):
+        total = self._gateway.bytes_in_flight + size
+        alone = total == self.size + size
+        if not alone and total > self._gateway.settings.max_body_bytes_in_flight:
             raise _overloaded("Too much input is being served.")
-        self.bytes_in_flight += size
-        try:
-            yield
-        finally:
-            self.bytes_in_flight -= size
+        self._gateway.bytes_in_flight = total
+        self.size += size
 
 
 def _overloaded(message: str) -> ApiError:

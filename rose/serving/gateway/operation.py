@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rose.serving.client_api import EngineError
-from rose.serving.gateway.body import LARGE_BYTES, announced_length, check_content_type, read_body
+from rose.serving.gateway.body import LARGE_BYTES, check_content_type, read_body
 from rose.serving.gateway.errors import ApiError, bad_request, from_engine
 from rose.serving.gateway.gateway import Gateway
 from rose.serving.gateway.json_guard import decode
@@ -134,10 +134,10 @@ class Endpoint:
     async def _with_body(self, request: Request, exchange: Exchange) -> Response:
         gateway, settings = self.gateway, self.gateway.settings
         check_content_type(request)
-        size = announced_length(request)
-        size = settings.max_body_bytes if size is None else size
-        with gateway.place(), gateway.memory(min(size, settings.max_body_bytes)):
-            raw = await read_body(request, settings.max_body_bytes, settings.body_timeout_s)
+        with gateway.place(), gateway.memory() as memory:
+            raw = await read_body(
+                request, settings.max_body_bytes, settings.body_timeout_s, memory.grow
+            )
             work = self._decode_and_handle(request, raw, exchange)
             return await unless_disconnected(request.receive, work)
 
