@@ -7,6 +7,6 @@ where TRITON_INTERPRET=1 was set before they were imported.
 
 import os
 
-# A multiplication and the addition behind it may be one instruction. Triton 3.10 changes what it does
-# where nobody says; results should not change with it.
+# A multiplication and the addition behind it may be one instruction. Triton 3.10 changes what it
+# does where nobody says; results should not change with it.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

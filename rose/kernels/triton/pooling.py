@@ -31,14 +31,10 @@ def pool_kernel(
     if STARTS:
         first += tl.load(starts + sequence)
     count = end - first
-    if MODE == "cls":
-        row = tl.where(count > 0, first, 0)
-        pooled_C = tl.load(x + row * C + channel, mask=kept & (count > 0), other=0.0)
-        pooled_C = pooled_C.to(tl.float32)
-    elif MODE == "last":
-        row = tl.where(count > 0, end - 1, 0)
-        pooled_C = tl.load(x + row * C + channel, mask=kept & (count > 0), other=0.0)
-        pooled_C = pooled_C.to(tl.float32)
+    if MODE == "cls" or MODE == "last":
+        row = (first if MODE == "cls" else end - 1) + tl.zeros((BLOCK_C,), dtype=tl.int64)
+        inside = kept & (row >= first) & (row < end)
+        pooled_C = tl.load(x + row * C + channel, mask=inside, other=0.0).to(tl.float32)
     else:
         sums = tl.zeros((BLOCK_T, BLOCK_C), dtype=tl.float32)
         for start in range(first, end, BLOCK_T):
