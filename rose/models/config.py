@@ -5,6 +5,7 @@ Free of torch, so that a gateway and `rose inspect` can use it.
 
 import json
 import math
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -66,8 +67,23 @@ class CheckpointFolder:
         return (", ".join(names[:12]) + more) if names else "no files"
 
     def exists(self, name: str) -> bool:
-        """Say whether the folder has a file of this (relative) name."""
-        return (self.path / name).is_file()
+        """Say whether the folder has a file of this (relative) name.
+
+        Raises:
+            CheckpointError: there is something else, such as a folder or a link to nothing.
+        """
+        file = self.path / name
+        try:
+            if file.is_file():
+                return True
+            present = file.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{file}: cannot be read: {error}") from error
+        is_link = stat.S_ISLNK(present.st_mode)
+        found = f"a link to nothing ({file.readlink()})" if is_link else "something else"
+        raise CheckpointError(f"{file}: a file is expected, found {found}")
 
     def text(self, name: str) -> str | None:
         """Read a UTF-8 file; None where there is none.

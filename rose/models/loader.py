@@ -1,5 +1,6 @@
 """Loads a checkpoint: weights, heads, recipe, tokenizer and card."""
 
+import logging
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from rose.models.backbone import Backbone
     from rose.models.decoder import DecoderModel
     from rose.models.recipe import Recipe
+
+log = logging.getLogger(__name__)
 
 DTYPES = {
     "float32": torch.float32,
@@ -101,6 +104,8 @@ def load(
     lm = _causal_lm(plan, backbone, named, chosen, place)
     classifier = _classifier(plan, backbone, named, place)
     named.check_used((*plan.architecture.ignored, *plan.unused_head))
+    for warning in plan.warnings:
+        log.warning("%s: %s", plan.folder.path, warning)
     return LoadedModel(
         backbone=backbone,
         embedding=_embedding(plan, plan.recipe, backbone, place) if plan.recipe else None,

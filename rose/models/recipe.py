@@ -3,6 +3,7 @@
 Reads the files of sentence-transformers in the older and the newer style. Free of torch.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
@@ -29,6 +30,8 @@ _READERS: dict[str, Callable[[CheckpointFolder, str], VectorModule]] = {
 }
 _QUANTIZER = "FlexibleQuantizer"
 _KNOWN = ("Transformer", "Pooling", *_READERS, "Dropout", "LogitScore", _QUANTIZER)
+# Other modules may lack a folder: Git keeps no empty ones.
+_WITH_FILES = ("Transformer", "Pooling", "Dense", "LayerNorm")
 _OWN_TYPES = (f"st_quantize.{_QUANTIZER}",)  # of pplx-embed, whose code is not run but known
 
 
@@ -94,9 +97,23 @@ def _module_entry(folder: CheckpointFolder, index: int, entry: object) -> Module
             f"{where}: module {entry['type']!r} is not supported. Known: {', '.join(_KNOWN)}."
         )
     path = entry.get("path") or ""
-    if not isinstance(path, str) or path.startswith("/") or ".." in PurePosixPath(path).parts:
+    if not isinstance(path, str) or not _stays_within(path):
         raise CheckpointError(f"{where}: path: a folder within the model is expected: {path!r}")
+    if kind in _WITH_FILES and not (folder.path / path).is_dir():
+        raise CheckpointError(
+            f"{where}: module {entry['type']!r} is to be in {folder.path / path}, "
+            "but there is no such folder"
+        )
     return ModuleEntry(kind, entry["type"], path)
+
+
+def _stays_within(path: str) -> bool:
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:  # half a surrogate pair names no file
+        return False
+    pure = PurePosixPath(path)
+    return "\0" not in path and not pure.is_absolute() and ".." not in pure.parts
 
 
 def transformer_path(folder: CheckpointFolder) -> str:

@@ -1,6 +1,8 @@
 """Reading a checkpoint's small files: what is refused, what is chosen, and from where."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,7 @@ from rose.models.generation import read_generation_card
 from rose.models.plan import fingerprint, plan_checkpoint
 from rose.models.recipe import read_recipe
 from rose.models.registry import ARCHITECTURES
+from rose.models.tokenizer import read_tokenizer_card
 
 BERT = {"model_type": "bert", "architectures": ["BertModel"]}
 
@@ -204,10 +207,37 @@ def test_malformed_module_entries(folder, entry):
         plan_checkpoint(folder)
 
 
-@pytest.mark.parametrize("path", ["../secret", "/etc", "a/../../b"])
+NOT_WITHIN = ["../secret", "/etc", "a/../../b", "a\0b", "\ud800"]
+
+
+@pytest.mark.parametrize("path", NOT_WITHIN)
 def test_module_paths_stay_within_the_folder(folder, path):
     write(folder / "modules.json", [*entries_of(folder), {"type": ST + "Dense", "path": path}])
     with pytest.raises(CheckpointError, match="folder within the model"):
+        plan_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["modules.json", "1_Pooling/config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("kind", ["broken link", "loop", "folder", "pipe"])
+def test_what_is_no_file_is_not_taken_as_absent(folder, name, kind):
+    file = folder / name
+    file.unlink(missing_ok=True)
+    if kind == "folder":
+        file.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(file)
+    else:
+        file.symlink_to(file if kind == "loop" else "../../blobs/abc")
+    with pytest.raises(CheckpointError, match=re.escape(str(file))):
+        read_tokenizer_card(plan_checkpoint(folder).core)
+
+
+@pytest.mark.parametrize("kind", ["Pooling", "Dense"])
+def test_a_module_whose_folder_is_missing_is_refused(folder, kind):
+    entries = [*entries_of(folder)[:2], {"type": ST + "Dense", "path": "1_Pooling"}]
+    entries[1 if kind == "Pooling" else 2]["path"] = "7_None"
+    write(folder / "modules.json", entries)
+    with pytest.raises(CheckpointError, match=rf"modules\.json: entry \d: module .*{kind}.*7_None"):
         plan_checkpoint(folder)
 
 

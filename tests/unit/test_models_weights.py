@@ -464,3 +464,9 @@ def test_automatic_dtype(checkpoints, tmp_path, stored):
     assert default_dtype(torch.device("cpu"), named)[0] == torch.float32
     loaded = load(path)
     assert [s.source for s in loaded.settings if s.name == "dtype"] == ["default on a CPU"]
+
+
+def test_what_a_user_should_know_is_logged_once(checkpoints, caplog):
+    plain = load(checkpoints["bert"]).warnings
+    assert ["no modules.json" in text for text in plain] == [True]
+    assert [plain[0] in record.getMessage() for record in caplog.records] == [True]
