@@ -137,9 +137,11 @@ class Scheduler:
         plan = StepPlan()
         preemptions = self.preemptions
         self._schedule_decodes(plan)
-        self._schedule_chunks(plan)
+        partial = [sequence for sequence in self._running if sequence.remaining > 1]
+        reserved = self._reserve(plan, partial)
         if self.preemptions == preemptions:
-            self._admit(plan)
+            self._admit(plan, self._max_step_tokens - plan.num_tokens - reserved)
+        self._schedule_chunks(plan, partial, reserved)
         if not plan.rows:
             return None
         plan.scrub.extend(self._scrub)
@@ -214,16 +216,27 @@ class Scheduler:
             if sequence.remaining == 1 and sequence.schedulable and self._grow(sequence):
                 self._take_up(plan, sequence, 1)
 
-    def _schedule_chunks(self, plan: StepPlan) -> None:
-        """Fill the rest of the budget with prompts that are partly computed."""
-        budget = self._max_step_tokens - plan.num_tokens
-        for sequence in self._running:
-            if sequence.remaining > 1 and budget > 0:
-                budget -= self._take_up(plan, sequence, budget)
+    def _reserve(self, plan: StepPlan, partial: list[Sequence]) -> int:
+        """Return the tokens that the oldest partly computed prompt has for certain.
 
-    def _admit(self, plan: StepPlan) -> None:
+        That is half of what decodes leave: it goes on, and a short prompt need not wait for it.
+        """
+        half = (self._max_step_tokens - plan.num_tokens + 1) // 2
+        return min(half, partial[0].remaining) if partial else 0
+
+    def _schedule_chunks(self, plan: StepPlan, partial: list[Sequence], reserved: int) -> None:
+        """Go on with prompts that are partly computed: those with the least left, then the oldest.
+
+        What the others leave is for the oldest.
+        """
+        for sequence in sorted(partial[1:], key=lambda sequence: sequence.remaining):
+            if (budget := self._max_step_tokens - plan.num_tokens - reserved) > 0:
+                self._take_up(plan, sequence, budget)
+        if partial and (budget := self._max_step_tokens - plan.num_tokens) > 0:
+            self._take_up(plan, partial[0], budget)
+
+    def _admit(self, plan: StepPlan, budget: int) -> None:
         """Let sequences in from the head of the queue while there is room."""
-        budget = self._max_step_tokens - plan.num_tokens
         while self._waiting and budget > 0 and len(self._running) < self._max_num_seqs:
             sequence = self._waiting[0]
             if sequence in self._leaving or not self._slots:

@@ -285,6 +285,28 @@ def test_long_prompts_are_computed_in_chunks_beside_running_decodes():
     rig.assert_solo("long", [3] * 30, max_tokens=2, ignore_eos=True)
 
 
+def test_a_short_prompt_does_not_wait_for_a_long_one_which_keeps_half_of_each_step():
+    rig = Rig(num_pages=200, seqs=4, tokens=8, model_len=600, depth=1)
+    rig.add("long", list(range(400)), max_tokens=1)
+    rig.step()
+    rig.add("middle", [3] * 24, max_tokens=1)
+    rig.add("short", [1, 2], max_tokens=1)
+    ended_after = {}
+    for steps in range(1, 200):
+        plan = rig.launch()
+        if plan is None:
+            break
+        taken = {row.sequence.request_id: row.num_tokens for row in plan.rows}
+        assert taken["long"] >= 4 or "long" in rig.ended or len(taken) == 1
+        rig.land()
+        for name in rig.ended.keys() - ended_after.keys():
+            ended_after[name] = steps
+    assert ended_after["short"] <= 3
+    assert ended_after["middle"] <= 8
+    assert ended_after["long"] <= 400 / 8 + 5, "what the others leave is for the long one"
+    rig.drain()
+
+
 def test_a_step_stays_within_its_budget():
     rig = Rig(num_pages=60, seqs=4, tokens=8)
     for n in range(10):
