@@ -182,6 +182,43 @@ def test_no_template(backend):
     assert http.post("/v1/completions", {"prompt": "x"}).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"a":"\\ud800"}',
+        '{"\\udc00":1}',
+        '{"a":NaN}',
+        '{"a":1e999}',
+        '{"a":1,"a":2}',
+        '{"a":' + "[" * 70 + "]" * 70 + "}",
+        "{oops",
+        "[1]",
+    ],
+)
+def test_tool_arguments_are_as_strict_as_a_body(backend, arguments):
+    template = "{% for m in messages %}{{ m.tool_calls | tojson }}{% endfor %}"
+    http = http_of(StubLLM([END], backend, tokenizer={"chat_templates": {"default": template}}))
+    call = {"function": {"name": "w", "arguments": arguments}}
+    error = error_of(chat(http, [*HI, {"role": "assistant", "tool_calls": [call]}]))
+    assert error["param"] == "messages[1].tool_calls[0].function.arguments"
+    assert error["message"].startswith(error["param"])
+
+
+@pytest.mark.parametrize(
+    ("part", "field"), [({"type": "text"}, "text"), ({"type": "image_url"}, "type")]
+)
+def test_a_fault_in_a_part_names_the_part(http, part, field):
+    content = [{"type": "text", "text": "a"}, part]
+    error = error_of(chat(http, [*HI, {"role": "user", "content": content}]))
+    assert error["param"] == f"messages[1].content[1].{field}"
+
+
+def test_no_half_of_a_surrogate_pair_reaches_the_tokenizer(backend):
+    templates = {"default": r"{{ '\ud800' }}"}
+    http = http_of(StubLLM([END], backend, tokenizer={"chat_templates": templates}))
+    assert "surrogate" in error_of(chat(http))["message"]
+
+
 # A real checkpoint's tokenizer and template
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rose.models.card import TokenizerCard
 from rose.serving.gateway import tokenization
-from rose.serving.gateway.tokenization import TokenizationError, Tokenizer
+from rose.serving.gateway.tokenization import TextError, TokenizationError, Tokenizer
 from tests.unit.gateway_stub import card, tokenizer_json
 
 MODELS = Path(__file__).parents[2] / ".models"
@@ -92,6 +92,21 @@ def test_decode(tokenizer):
 def test_unusable_tokenizer_names_the_model():
     with pytest.raises(TokenizationError, match=r"stub: tokenizer.json"):
         Tokenizer.from_card(card(), b"{}")
+
+
+@pytest.mark.parametrize("text", ["\ud800", "red \udc00 kite"])
+def test_half_of_a_surrogate_pair_is_no_text(tokenizer, text):
+    with pytest.raises(TextError, match="surrogate"):
+        tokenizer.encode(["red", text])
+    with pytest.raises(TextError, match="surrogate"):
+        tokenizer.prompt_length(text)
+
+
+def test_a_text_that_the_vocabulary_cannot_write_is_refused():
+    backend = tokenizers.Tokenizer(tokenizers.models.WordPiece({"[CLS]": 0, "a": 1}))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    with pytest.raises(TextError, match="UNK"):
+        Tokenizer(backend, TokenizerCard()).encode(["a q"])
 
 
 def test_certainly_longer(tokenizer, monkeypatch):

@@ -55,7 +55,7 @@ def _turn(message: ConversationMessage, place: str) -> Turn:
     try:
         return normalise(msgspec.to_builtins(message), place)
     except TemplateError as error:
-        raise bad_request(f"{error}.", place) from error
+        raise bad_request(f"{error}.", error.field or place) from error
 
 
 def _render(body: ChatRequest, turns: list[Turn], card: ModelCard, answer: bool) -> str:

@@ -23,6 +23,7 @@ from rose.serving.gateway.errors import ApiError, bad_request, from_engine
 from rose.serving.gateway.gateway import Gateway
 from rose.serving.gateway.json_guard import decode
 from rose.serving.gateway.schemas import Request as RequestBody
+from rose.serving.gateway.tokenization import TextError
 
 # What any route with a body can answer beside a success.
 BODY_ERRORS = (400, 404, 413, 415, 429, 500, 503, 504)
@@ -160,6 +161,8 @@ class Endpoint:
                 return await self.operation.handler(call)
         except EngineError as error:
             raise from_engine(error) from error
+        except TextError as error:
+            raise bad_request(str(error)) from error
         except TimeoutError:
             message = f"No answer within {self.gateway.settings.request_timeout_s:g} seconds."
             raise ApiError(504, message, code="deadline") from None

@@ -13,7 +13,7 @@ class GatewaySettings:
         public_metrics: Whether /metrics answers without a key.
         public_docs: Whether /docs and /openapi.json answer without a key.
         max_body_bytes: Largest request body.
-        max_body_bytes_in_flight: Sum of the bodies being served at one time, as far as they have come.
+        max_body_bytes_in_flight: Sum of what has come of the bodies being served at one time.
         max_inputs: Most texts of one request.
         max_concurrent_requests: Requests with a body that are served at one time.
         body_timeout_s: Time for a body to arrive.

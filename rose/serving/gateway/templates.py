@@ -4,24 +4,37 @@ Rendering is work for the CPU: call it off the event loop. It ends within second
 template does (`template_sandbox`). The text is to be tokenised without adding special tokens.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from functools import cache, lru_cache
 from typing import Any
 
 import jinja2
+import msgspec
 
 from rose.models.card import TokenizerCard
 from rose.serving.gateway import template_sandbox
+from rose.serving.gateway.errors import ApiError
+from rose.serving.gateway.json_guard import decode
 
 Message = Mapping[str, Any]
+
+_ARGUMENTS = msgspec.json.Decoder(dict[str, Any])
 
 # Names under which a message carries its reasoning; templates read the first two.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class TemplateError(ValueError):
-    """There is no template, or it refuses the messages, or it cannot be rendered."""
+    """There is no template, or it refuses the messages, or it cannot be rendered.
+
+    Attributes:
+        field: The part of the messages that is malformed, such as "messages[0].content[1].text";
+            None: it is not just one.
+    """
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message if field is None else f"{field}: {message}")
+        self.field = field
 
 
 def render(
@@ -122,7 +135,7 @@ def _content(content: object, place: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise TemplateError(f"{place}: a string or a list of text parts is expected")
+        raise TemplateError("a string or a list of text parts is expected", place)
     return "".join(_part(part, f"{place}[{i}]") for i, part in enumerate(content))
 
 
@@ -131,16 +144,16 @@ def _part(part: object, place: str) -> str:
         return part
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(part, Mapping) or kind != "text":
-        raise TemplateError(f"{place}.type: only text parts are supported, found {kind!r}")
+        raise TemplateError(f"only text parts are supported, found {kind!r}", f"{place}.type")
     if not isinstance(part.get("text"), str):
-        raise TemplateError(f"{place}.text: a string is expected")
+        raise TemplateError("a string is expected", f"{place}.text")
     return str(part["text"])
 
 
 def _tool_call(call: Mapping[str, Any], place: str) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, Mapping):
-        raise TemplateError(f"{place}.function: an object is expected")
+        raise TemplateError("an object is expected", f"{place}.function")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = _arguments(arguments, f"{place}.function.arguments")
@@ -148,11 +161,11 @@ def _tool_call(call: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def _arguments(text: str, place: str) -> dict[str, Any]:
-    """Arguments as a mapping; clients send them as JSON in a string."""
+    """Arguments as a mapping; clients send them as JSON in a string, as strict as a body."""
     try:
-        arguments = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise TemplateError(f"{place}: a JSON object in a string is expected")
-    return arguments
+        return decode(text.encode() or b"{}", _ARGUMENTS)
+    except UnicodeEncodeError:
+        reason = "It holds half of a surrogate pair."
+    except ApiError as error:
+        reason = error.message.replace("The body", "It")
+    raise TemplateError(f"a JSON object in a string is expected. {reason.rstrip('.')}", place)

@@ -31,6 +31,10 @@ class TokenizationError(ValueError):
     """The tokenizer cannot be used as it is, or failed on a text."""
 
 
+class TextError(TokenizationError):
+    """A text that no tokens stand for: it is no Unicode, or the vocabulary cannot write it."""
+
+
 class Tokenizer:
     """A model's tokenizer.
 
@@ -150,7 +154,11 @@ class Tokenizer:
     def _encode(self, texts: list[str], special: bool) -> list[tokenizers.Encoding]:
         try:  # only the batch calls release the GIL, also for one text
             return self._backend.encode_batch_fast(texts, add_special_tokens=special)
+        except TypeError as error:  # all that reaches the library is text; this one is no UTF-8
+            raise TextError("The text holds half of a surrogate pair.") from error
         except BaseException as error:
+            if type(error) is Exception:  # the library's own, for a text
+                raise TextError(f"The tokenizer cannot read the text: {error}.") from error
             if type(error).__name__ != "PanicException":  # Rust's, no subclass of Exception
                 raise
             raise TokenizationError(f"the tokenizer failed: {error}") from error
