@@ -59,8 +59,9 @@ def choose_tasks(
         return _check(wanted, possible, architecture), "option --task"
     modules = read_modules(folder)
     source = f"{CONFIG_FILE}: architectures" if modules is None else MODULES_FILE
+    embeds = any(module.kind == "Pooling" for module in modules or ())
     if is_classifier(reader) and architecture.classifier is not None:
-        return possible[1:], source
+        return (possible[:1] if embeds else possible[1:]), source
     if modules and modules[-1].kind == "LogitScore":
         return _check(("score",), possible, architecture), source
     is_lm = "generate" in possible and _is_saved_as(reader, "ForCausalLM")

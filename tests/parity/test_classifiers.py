@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from sentence_transformers import CrossEncoder
+from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers.sentence_transformer import modules as st
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -206,6 +207,13 @@ def test_the_backbone_of_a_classifier_may_embed(classifiers):
     model = load(classifiers[1], tasks=("embed", "score"))
     assert model.card.tasks == ("embed", "score")
     assert model.embedding.backbone is model.classifier.backbone
+
+
+def test_a_pooling_module_makes_an_embedder_of_a_classifier(classifiers, tmp_path):
+    modules = [st.Transformer(str(classifiers[1])), st.Pooling(32, "mean")]
+    SentenceTransformer(modules=modules, device="cpu").save_pretrained(str(tmp_path))
+    tiny.edit_json(tmp_path / "config.json", architectures=["BertForSequenceClassification"])
+    assert load(tmp_path).card.tasks == ("embed",)
 
 
 def test_malformed_labels_are_refused(classifiers, tmp_path):
