@@ -14,6 +14,8 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 128
+# Logits are divided or multiplied by it, and have to stay finite.
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100
 
 _INT64 = 1 << 63
 _Count = Annotated[int, Meta(ge=0)]
@@ -59,7 +61,8 @@ class GenerationRequest(Request, kw_only=True):
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
     repetition_penalty: Annotated[
-        Annotated[float, Meta(gt=0)] | None, Meta(description="1 is off.")
+        Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None,
+        Meta(description="1 is off."),
     ] = None
     logit_bias: Annotated[
         dict[int, Annotated[float, Meta(ge=-100, le=100)]] | None,
