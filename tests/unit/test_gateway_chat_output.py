@@ -231,6 +231,37 @@ def test_forced_calls_that_cannot_be(agent):
     assert error["param"] == "tool_choice"
 
 
+def refused_at_the_engine(http, engine_field, **fields):
+    http.client.failure = EngineError("bad_request", "no", engine_field)
+    errors = [error_of(chat(http, stream=stream, **fields)) for stream in (False, True)]
+    assert errors[0] == errors[1]
+    return errors[0]["param"]
+
+
+def test_a_schema_that_cannot_be_names_the_field_that_holds_it(agent):
+    second = {"type": "function", "function": {"name": "w2", "parameters": {"type": 7}}}
+    named = {"type": "function", "function": {"name": "w2"}}
+    for tools, choice, place in (
+        ([WEATHER, second], named, "tools[1].function.parameters"),
+        ([second], "required", "tools[0].function.parameters"),
+        ([WEATHER, second], "required", "tools"),
+    ):
+        fields = {"tools": tools, "tool_choice": choice}
+        assert refused_at_the_engine(agent, "response_format", **fields) == place
+    form = {"response_format": {"type": "json_object"}}
+    assert refused_at_the_engine(agent, "response_format", **form) == "response_format"
+
+
+def test_bans_of_all_tokens_name_what_bans_them(http):
+    bias = {"logit_bias": {"1": -100}}
+    for fields, param in (
+        ({"min_tokens": 3, "stop_token_ids": [1, 2]}, "min_tokens"),
+        ({"min_tokens": 3, **bias}, "logit_bias"),
+        (bias, "logit_bias"),
+    ):
+        assert refused_at_the_engine(http, "logit_bias", **fields) == param
+
+
 # Failures
 
 

@@ -32,6 +32,8 @@ def refusal(body):
         b'{"input":"x","t":NaN}',
         b'{"input":"x","t":-Infinity}',
         b'{"input":"x","dimensions":1e999}',
+        b'{"input":"x","zzz":[1,-1.5E+999]}',
+        b'{"zzz":1e99999999999999999999,"input":"x"}',
         b'{"input":"x","dimensions":' + b"9" * 5000 + b"}",
         b'{"input":[' + b"9" * 5000 + b"]}",
         b'{"input": "x"',
@@ -69,6 +71,11 @@ def test_refuses(body):
 )
 def test_no_half_characters_in_any_field(field, text):
     refusal(b'{"input":"x","' + field.encode() + b"_" * (field == "input") + b'":"' + text + b'"}')
+
+
+def test_large_numbers_in_range_pass():
+    body = b'{"input":"x","zzz":[1e308,1E+0005,-1.5e-999,0e999,"1e999"]}'
+    assert decode(body, DECODER).input == "x"
 
 
 def test_whole_pairs_are_one_character():
@@ -118,7 +125,8 @@ def test_names_the_field(body, param, words):
 def test_large_bodies_are_checked_at_memory_speed():
     text = b'{"input":"' + b"word " * 4_000_000 + b'"}'
     ids = b'{"input":[' + b"12," * 6_000_000 + b"12]}"
-    for body in (text, ids):
+    numbers = b'{"zzz":[true,1e+' + b"9,1.25e-300," * 400_000 + b"1" * 8_000_000 + b"]}"
+    for body in (text, ids, numbers):
         started = time.process_time()
         check_structure(body)
         assert time.process_time() - started < 1.0

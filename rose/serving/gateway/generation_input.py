@@ -1,7 +1,7 @@
 """From a chat or completion request to the choices that the engine is asked for."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -33,6 +33,9 @@ from rose.serving.gateway.tools import forced_call
 
 COMPLETION_TOKENS = 16
 
+# What the engine calls the grammar, and what bans tokens.
+GRAMMAR, BIAS = "response_format", "logit_bias"
+
 _NO_CHAT = ("functions", "audio", "web_search_options", "chat_template", "echo")
 
 
@@ -57,11 +60,13 @@ class Plan:
 
     Attributes:
         choices: Those of the first prompt first; each prompt has `n`.
+        blamed: What the request calls a field that the engine refuses, where it has another name.
     """
 
     prompts: list[Prompt]
     choices: list[Choice]
     n: int
+    blamed: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,7 @@ class _Wish:
     rules: TextRules
     max_tokens: int | None
     n: int
+    blamed: Mapping[str, str]
 
 
 def plan_chat(body: ChatRequest, card: ModelCard, tokenizer: Tokenizer) -> Plan:
@@ -142,7 +148,8 @@ def _chat_wish(body: ChatRequest, card: ModelCard) -> _Wish:
     wish = _wish(body, card, max_tokens_of(body, None, 1), logprobs=top)
     if call is None:
         return wish
-    return replace(wish, sampling=msgspec.structs.replace(wish.sampling, grammar=call))
+    sampling = msgspec.structs.replace(wish.sampling, grammar=call.schema)
+    return replace(wish, sampling=sampling, blamed={**wish.blamed, GRAMMAR: call.field})
 
 
 def _completion_wish(body: CompletionRequest, card: ModelCard) -> _Wish:
@@ -175,7 +182,10 @@ def _wish(
         grammar=grammar_of(body.response_format, card.generation),
         logprobs=logprobs,
     )
-    return _Wish(sampling, text_rules(body), max_tokens, body.n or 1)
+    # Where every token is banned, that is of one field or of the other.
+    by_min_tokens = body.min_tokens and not body.logit_bias
+    blamed = {BIAS: "min_tokens"} if by_min_tokens else {}
+    return _Wish(sampling, text_rules(body), max_tokens, body.n or 1, blamed)
 
 
 def _plan(
@@ -188,7 +198,7 @@ def _plan(
         for number in range(wish.n):
             sampling = for_choice(wish.sampling, wish.max_tokens, room, number)
             choices.append(Choice(len(choices), prompt.ids, sampling, wish.rules, table))
-    return Plan(list(prompts.values()), choices, wish.n)
+    return Plan(list(prompts.values()), choices, wish.n, wish.blamed)
 
 
 def _tokenized(

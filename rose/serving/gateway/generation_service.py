@@ -1,10 +1,12 @@
 """From a planned generation to its HTTP answer, whole or as a stream."""
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 from starlette.responses import Response
 
+from rose.serving.client_api import EngineError
 from rose.serving.gateway.choice import Piece
 from rose.serving.gateway.generation import Source, running
 from rose.serving.gateway.generation_input import Plan
@@ -58,20 +60,35 @@ async def respond(
         return EventStream(
             call.gateway, lambda: _events(call, plan, output, source), call.time_left_s
         )
-    async with running(plan.choices, source) as pieces:
-        content = await _written(call, output.answer, await pieces.all())
+    with _blaming(plan.blamed):
+        async with running(plan.choices, source) as pieces:
+            found = await pieces.all()
+            content = await _written(call, output.answer, found)
     return Response(content, media_type="application/json")
 
 
 async def _events(
     call: Call[Any], plan: Plan, output: Output, source: Source
 ) -> AsyncGenerator[bytes, None]:
-    async with running(plan.choices, source) as pieces:
-        async for batch in pieces:
-            if found := await _written(call, output.chunks, batch):
-                yield found
+    with _blaming(plan.blamed):
+        async with running(plan.choices, source) as pieces:
+            async for batch in pieces:
+                if found := await _written(call, output.chunks, batch):
+                    yield found
     if last := output.last_chunk():
         yield last
+
+
+@contextmanager
+def _blaming(fields: Mapping[str, str]) -> Iterator[None]:
+    """Lets the engine's errors name fields as the request does."""
+    try:
+        yield
+    except EngineError as error:
+        name = fields.get(error.field or "")
+        if name is None:
+            raise
+        raise EngineError(error.kind, error.message, name) from error
 
 
 async def _written(

@@ -1,10 +1,13 @@
 """JSON bodies: refuses what a lenient parser lets through, before anything is built from it.
 
-msgspec refuses NaN, numbers out of range and lone surrogates. It keeps the last of two equal keys,
-skips invalid UTF-8 in fields that nobody reads, and recurses; those are checked here, in a few
+msgspec refuses NaN and lone surrogates. It keeps the last of two equal keys, skips invalid UTF-8
+and numbers out of range in fields that nobody reads, and recurses; those are checked here, in a few
 passes at memory speed, so that a body of many megabytes costs little.
 """
 
+import re
+from contextlib import suppress
+from math import isinf
 from typing import TypeVar
 
 import msgspec
@@ -16,6 +19,8 @@ MAX_STRINGS = 500_000
 
 _OPEN, _CLOSE = frozenset(b"[{"), frozenset(b"]}")
 _NOT_BRACKETS = bytes(set(range(256)) - _OPEN - _CLOSE)
+_EXPONENT = re.compile(rb"[eE]\+?[0-9]{3,}")  # the largest number is 1.8e308
+_MANTISSA_DIGITS = 400
 _SEPARATORS = frozenset((b",", b", ", b""))
 
 T = TypeVar("T")
@@ -66,6 +71,8 @@ class _Walk:
                 if index and part.lstrip()[:1] == b":":
                     self._key(self.body[previous : offset - 1])
                 self._brackets(part.translate(None, _NOT_BRACKETS))
+                if b"e" in part or b"E" in part:
+                    _check_numbers(part)
             previous = offset
             offset += len(part) + 1
 
@@ -88,6 +95,16 @@ class _Walk:
                     raise bad_request(message, code="invalid_json")
             elif len(scopes) > 1:
                 scopes.pop()
+
+
+def _check_numbers(part: bytes) -> None:
+    """Refuses what is out of range; the parser looks only at the numbers that it keeps."""
+    for found in _EXPONENT.finditer(part):
+        before = part[max(0, found.start() - _MANTISSA_DIGITS) : found.start()]
+        number = before[len(before.rstrip(b"0123456789.")) :] + found[0]
+        with suppress(ValueError):  # no number: left to the parser
+            if isinf(float(number)):
+                raise bad_request("A number is out of range.", code="invalid_json")
 
 
 def _unescaped(raw: bytes) -> bytes:

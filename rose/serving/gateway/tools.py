@@ -1,7 +1,7 @@
 """Tools of a chat request: what is offered to the model, and what it has to call."""
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 from rose.models.card import ModelCard
 from rose.serving.gateway.errors import ApiError, bad_request
@@ -26,8 +26,15 @@ def parser_of(body: ChatRequest) -> Parser | None:
     return MarkedCalls() if body.tool_choice in (None, "auto") else ForcedCall()
 
 
-def forced_call(body: ChatRequest, card: ModelCard) -> str | None:
-    """Checks the tools; the JSON schema of the call that the model has to make, if it has to.
+class ForcedSchema(NamedTuple):
+    """The JSON schema, as text, of a call that the model has to make."""
+
+    schema: str
+    field: str  # where the request has what may be wrong with it
+
+
+def forced_call(body: ChatRequest, card: ModelCard) -> ForcedSchema | None:
+    """Checks the tools; the schema of the call that the model has to make, if it has to.
 
     Raises:
         ApiError: 400, naming the field.
@@ -48,7 +55,10 @@ def forced_call(body: ChatRequest, card: ModelCard) -> str | None:
     if card.generation is None or not card.generation.structured_output:
         message = "'tool_choice': this model can only do 'auto' and 'none'."
         raise bad_request(message, "tool_choice")
-    return json.dumps(_schema_of(wanted), ensure_ascii=False)
+    field = "tools"
+    if len(wanted) == 1:
+        field = f"tools[{functions.index(wanted[0])}].function.parameters"
+    return ForcedSchema(json.dumps(_schema_of(wanted), ensure_ascii=False), field)
 
 
 def _wanted(body: ChatRequest, functions: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
