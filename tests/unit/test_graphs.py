@@ -523,13 +523,14 @@ def test_results_of_a_graph_survive_the_next_replay():
     worker = DeviceWorker(device)
     runtime = EmbeddingRuntime(Sums(), FixedSdpaBackend(), worker)
     runtime.use_graphs(CallCapturer(), policy(512))
-    batches = [embed_batch([3, 4], seed) for seed in range(6)]
-    lazies = [runtime.step(batch) for batch in batches]
+    batches = [embed_batch(lengths, seed) for seed in range(6) for lengths in ([3, 4], [5])]
     with device.running():
-        for batch, lazy in zip(batches, lazies, strict=True):
-            assert lazy.result(5).tolist() == eager_rows(batch)
+        results = []
+        for wave in (batches[:6], batches[6:]):  # the second uses the buffers of the first again
+            results += [lazy.result(5) for lazy in [runtime.step(batch) for batch in wave]]
         worker.close()
-    assert runtime.graphs.counters.hits == 4
+    assert [rows.tolist() for rows in results] == [eager_rows(batch) for batch in batches]
+    assert runtime.graphs.counters.hits == 8
 
 
 def test_warm_up_captures_before_the_first_request(runtime):
