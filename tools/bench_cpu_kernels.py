@@ -2,9 +2,9 @@
 
     python tools/bench_cpu_kernels.py .models/all-MiniLM-L6-v2 .models/SmolLM2-135M-Instruct
 
-Both sides are ROSE with the same weights and token ids; one has the compiled kernels, the other torch
-ops in their place. Vectors and greedy tokens are compared before anything is timed. Ratios are of the
-medians and of the quickest runs: on a busy machine, believe the latter.
+Both sides are ROSE with the same weights and token ids; one has the compiled kernels, the other
+torch ops in their place. Vectors and greedy tokens are compared too. Ratios are of the medians and
+of the quickest runs: on a busy machine, believe the latter.
 """
 
 import argparse
@@ -107,9 +107,12 @@ def bench_decode(sides: Sides, repeats: int) -> None:
         prompts = np.random.default_rng(streams).integers(99, vocab, (streams, PROMPT)).tolist()
         tokens: dict[int, list[list[int]]] = {}
 
-        def timed(model: ServedModel, prompts: list[list[int]] = prompts) -> float:
-            seconds, outputs = decode(model, prompts)
-            tokens[id(model)] = outputs
+        def timed(
+            model: ServedModel,
+            prompts: list[list[int]] = prompts,
+            tokens: dict[int, list[list[int]]] = tokens,
+        ) -> float:
+            seconds, tokens[id(model)] = decode(model, prompts)
             return seconds
 
         print(f"decode {streams:2} streams: {compare(sides, timed, repeats)}", flush=True)

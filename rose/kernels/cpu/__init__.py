@@ -4,6 +4,7 @@ They are compiled at first use with the system's compiler (`build`), called thro
 pointers (`library`), and optional: without them the same work is done by torch ops.
 """
 
-from rose.kernels.cpu.library import CpuLibrary, load_library
+from rose.kernels.cpu.gemm import PackedMatrix
+from rose.kernels.cpu.library import CpuLibrary, load_library, replaced
 
-__all__ = ["CpuLibrary", "load_library"]
+__all__ = ["CpuLibrary", "PackedMatrix", "load_library", "replaced"]
