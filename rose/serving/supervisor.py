@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.05
 PROBE_TIMEOUT_S = 0.5
-GATEWAY_STOP_S = 25.0  # it drains for 20
+GATEWAY_STOP_S = 70.0  # it drains for 60
 ENGINE_STOP_S = 10.0  # without a gateway they have nothing left to do
 
 

@@ -1,5 +1,7 @@
 """The gateway's process against engines that are there, not there yet, or faulty."""
 
+import asyncio
+import json
 import os
 import signal
 import socket
@@ -12,11 +14,14 @@ import pytest
 
 from rose.serving.client import EngineClient
 from rose.serving.gateway import server
+from rose.serving.gateway.app import create_app
 from rose.serving.gateway.server import parse_engine
 from rose.serving.gateway.settings import GatewaySettings
 from rose.serving.process import listen
 from rose.serving.transport import AddressError
 from tests.unit.engine_rig import drive
+from tests.unit.gateway_stub import error_of
+from tests.unit.generation_stub import StubLLM
 
 
 @pytest.fixture
@@ -85,6 +90,44 @@ def test_a_name_may_be_given_and_a_path_may_hold_an_equals_sign():
     assert parse_engine("m=ipc:///tmp/a=b.sock") == ("m", "ipc:///tmp/a=b.sock")
     with pytest.raises(AddressError):
         parse_engine("m=nonsense")
+
+
+def test_what_the_drain_cuts_off_is_told_so(monkeypatch, caplog):
+    monkeypatch.setattr(server, "DRAIN_LIMIT_S", 1)
+    llm = StubLLM([70] * 100)
+    llm.delay_s = 60
+    first = StubLLM([70] * 100)
+    first.delay_s = 0.3
+    small = {"prompt": "hi", "max_tokens": 100}
+
+    async def scenario():
+        stop = asyncio.Event()
+        app = create_app({"llm": llm, "first": first})
+        with listen("127.0.0.1", 0) as listener:
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions"
+            serving = asyncio.create_task(server._serve_http(app, listener, stop))
+            async with httpx.AsyncClient(timeout=20) as client:
+                bodies = [
+                    {**small, "model": "llm"},
+                    {**small, "model": "llm", "stream": True},
+                    {**small, "model": "first", "stream": True},
+                ]
+                sent = [asyncio.create_task(client.post(url, json=body)) for body in bodies]
+                while llm.running < 2 or not first.delivered:
+                    await asyncio.sleep(0.01)
+                stop.set()
+                answers = await asyncio.gather(*sent)
+            await serving
+        return answers
+
+    *refused, begun = asyncio.run(asyncio.wait_for(scenario(), 30))
+    for answer in refused:
+        assert error_of(answer, 503)["message"] == "The server is shutting down."
+    assert begun.status_code == 200
+    last = json.loads(begun.text.strip().split("data: ")[-1])
+    assert last["error"]["message"] == "The server is shutting down."
+    assert llm.running == first.running == 0
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_a_client_that_fails_ends_the_gateway_with_its_error(tmp_path, monkeypatch):

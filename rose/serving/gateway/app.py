@@ -1,5 +1,6 @@
 """The HTTP gateway: an ASGI application in front of engines."""
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -14,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rose.serving.client_api import EngineClient
-from rose.serving.gateway.errors import ApiError
+from rose.serving.gateway.errors import ApiError, shutting_down
 from rose.serving.gateway.gateway import Gateway
 from rose.serving.gateway.models import ModelTable
 from rose.serving.gateway.operation import Endpoint, Exchange, Operation, new_request_id
@@ -92,6 +93,11 @@ class Frontdoor:
             self.gateway.metrics.disconnects.labels(send.exchange.route).inc()
         except ApiError as error:
             await _answer(error, scope, receive, send)
+        except asyncio.CancelledError:  # only the server does that, when it has to end
+            request_id = send.exchange.request_id
+            log.warning("request %s cut off", request_id, extra={"request_id": request_id})
+            if not send.exchange.status:  # a stream has been told already
+                await _answer(shutting_down(), scope, receive, send)
         except Exception:
             request_id = send.exchange.request_id
             log.exception("request %s failed", request_id, extra={"request_id": request_id})

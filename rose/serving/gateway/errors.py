@@ -88,6 +88,11 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
+def shutting_down() -> ApiError:
+    """The server ends before the answer is there: 503."""
+    return ApiError(503, "The server is shutting down.", code="unavailable")
+
+
 def from_engine(error: EngineError) -> ApiError:
     """The HTTP form of a failure at the engine."""
     return ApiError(

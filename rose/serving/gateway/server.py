@@ -20,7 +20,8 @@ from rose.serving.transport import check_peer
 
 log = logging.getLogger(__name__)
 
-DRAIN_LIMIT_S = 20
+DRAIN_LIMIT_S = 60
+LAST_WORDS_S = 5.0  # for telling clients that their request is cut off
 
 NamedAddress = tuple[str | None, str]
 
@@ -123,6 +124,8 @@ async def _serve_http(app: Starlette, listener: socket.socket, stop: asyncio.Eve
     stopping.cancel()
     server.should_exit = True
     await serving
+    if server.server_state.tasks:
+        await asyncio.wait(server.server_state.tasks, timeout=LAST_WORDS_S)
 
 
 class _Server(uvicorn.Server):

@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from rose.serving.client_api import EngineError
 from rose.serving.gateway.ascii_json import escaped
-from rose.serving.gateway.errors import ApiError, from_engine
+from rose.serving.gateway.errors import ApiError, from_engine, shutting_down
 from rose.serving.gateway.gateway import Gateway
 from rose.serving.gateway.operation import unless_disconnected
 
@@ -93,6 +93,8 @@ class EventStream(Response):
         except TimeoutError:
             limit = self._gateway.settings.request_timeout_s
             return ApiError(504, f"No answer within {limit:g} seconds.", code="deadline")
+        except asyncio.CancelledError:  # the client left, or the server ends
+            return shutting_down()
         except Exception:
             log.exception("a stream failed")
             return ApiError(500, "An internal error; the server's log has it.", code="internal")
