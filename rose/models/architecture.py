@@ -25,6 +25,11 @@ class ModelConfig(Protocol):
         ...
 
     @property
+    def num_layers(self) -> int:
+        """Layers of the backbone."""
+        ...
+
+    @property
     def max_positions(self) -> int:
         """Tokens that the positions were made for, special tokens included."""
         ...

@@ -24,6 +24,7 @@ _EXPECTED = (
     "config.json, weights (model.safetensors, or shards with model.safetensors.index.json, or "
     "pytorch_model.bin) and tokenizer.json"
 )
+_MOST = 2**31 - 1  # what positions and ids, which are int32, can count
 _JSON_NAMES: dict[type, str] = {
     bool: "true or false",
     int: "an integer",
@@ -225,6 +226,8 @@ class ConfigReader:
     def _positive(self, key: str, value: int) -> int:
         if value < 1:
             raise CheckpointError(f"{self.where(key)}: must be at least 1, found {value}")
+        if value > _MOST:
+            raise CheckpointError(f"{self.where(key)}: must be at most {_MOST}, found {value}")
         return value
 
     def record(self, name: str, value: object, source: str) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rose.kernels import norm
 from rose.kernels.activation import ACTIVATIONS
 from rose.kernels.linear import LinearOp, TorchLinear, make_linear
+from rose.models.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,9 +38,19 @@ class WeightedModule(nn.Module):
         self.slots: dict[str, tuple[Part, ...]] = {}
 
     def declare(self, attribute: str, *parts: Part) -> None:
-        """Add a parameter that is filled from `parts`, joined along dimension 0."""
+        """Add a parameter that is filled from `parts`, joined along dimension 0.
+
+        Raises:
+            CheckpointError: no tensor can have the shape.
+        """
         rows = sum(part.shape[0] for part in parts)
-        empty = torch.empty(rows, *parts[0].shape[1:], device="meta")
+        try:
+            empty = torch.empty(rows, *parts[0].shape[1:], device="meta")
+        except (TypeError, RuntimeError) as error:  # sizes or bytes beyond 64 bits
+            name, shape = parts[0]
+            raise CheckpointError(
+                f"tensor {name!r}: the config asks for {list(shape)}, which no tensor can have"
+            ) from error
         self.register_parameter(attribute, nn.Parameter(empty, requires_grad=False))
         self.slots[attribute] = parts
 

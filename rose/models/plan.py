@@ -19,12 +19,14 @@ from rose.models.registry import ARCHITECTURES
 from rose.models.scoring import Scoring, read_classifier, read_yes_no
 from rose.models.tasks import choose_tasks, is_classifier
 from rose.models.transformer_module import EMBED, read_transformer_module, transformer_settings
+from rose.models.weight_checks import check_counts
 from rose.models.weight_files import WeightFiles, find_weight_files, tensor_names
 
 NO_HEAD = (
     "tensor 'lm_head.weight' is missing and tie_word_embeddings is not true, so there is no LM "
     "head (the task embed needs none)"
 )
+_BLOCKS, _BLOCK_BYTES = 64, 1 << 16  # of a weight file, for the fingerprint
 _HASHED_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 
 
@@ -79,6 +81,8 @@ def plan_checkpoint(
     core = CheckpointFolder(folder.path / subfolder) if subfolder else folder
     reader = _config_reader(core, bidirectional)
     architecture = _architecture(reader)
+    files = find_weight_files(core)
+    check_counts(reader, files)
     config = architecture.read_config(reader)
     chosen, tasks_source = choose_tasks(folder, reader, architecture, config, tasks)
     limit, warnings = max_length(core, config, max_model_len, chosen)
@@ -93,7 +97,7 @@ def plan_checkpoint(
         recipe=None,
         tie_embeddings=_ties_embeddings(reader, architecture),
         lowercase=False,
-        files=find_weight_files(core),
+        files=files,
         settings=[
             Setting("architecture", architecture.name, f"{CONFIG_FILE}: model_type"),
             Setting("tasks", chosen, tasks_source),
@@ -202,9 +206,10 @@ def _architecture(reader: ConfigReader) -> Architecture:
 
 
 def fingerprint(plan: Plan, options: dict[str, Any]) -> str:
-    """Hash what decides on answers, without reading the weights.
+    """Hash what decides on answers, without reading all of the weights.
 
-    It covers the small files, the weight files' names, sizes and headers, and the options.
+    It covers the small files, the weight files' names and sizes, blocks spread evenly over each of
+    them (fine-tunes of one model differ nowhere but in their numbers), and the options.
     """
     digest = hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode())
     for file in sorted(plan.folder.path.rglob("*")):
@@ -212,7 +217,10 @@ def fingerprint(plan: Plan, options: dict[str, Any]) -> str:
             digest.update(str(file.relative_to(plan.folder.path)).encode())
             digest.update(file.read_bytes())
     for file in plan.files.paths:
-        digest.update(f"{file.name} {file.stat().st_size}".encode())
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
         with file.open("rb") as opened:
-            digest.update(opened.read(1 << 20))
+            for index in range(_BLOCKS):  # the first holds the header, the last the file's end
+                opened.seek(max(0, size - _BLOCK_BYTES) * index // (_BLOCKS - 1))
+                digest.update(opened.read(_BLOCK_BYTES))
     return digest.hexdigest()[:32]

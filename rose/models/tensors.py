@@ -97,6 +97,11 @@ def _open_torch(path: Path) -> Iterator[tuple[str, Getter]]:
     for name, value in values.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise CheckpointError(f"{path}: entry {name!r} is no tensor but {type(value)}")
+        if value.layout != torch.strided or value.is_quantized:
+            kind = "quantized" if value.is_quantized else str(value.layout)
+            raise CheckpointError(
+                f"tensor {name!r} of {path} is {kind}, only plain tensors are supported"
+            )
         yield name, value.detach
 
 

@@ -25,6 +25,8 @@ _BERT_CLASSES = tuple(
 )
 _SEGMENT_CLASSES = ("BertTokenizer", "BertTokenizerFast")
 _BERT_LIKE = ("bert", "distilbert", "nomic_bert")
+# Letters that a vocabulary hardly has all of: of old scripts, a rare ideograph, and no letter.
+_RARE = "\U00010400\U00012000\U00013000\U00016800\U0002a6d6\U00030000\uffff"
 _SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
@@ -34,9 +36,11 @@ def read_tokenizer_json(folder: CheckpointFolder) -> bytes:
     Both are the gateway's to decide.
 
     Raises:
-        CheckpointError: there is no tokenizer.json and none can be built, or it is damaged.
+        CheckpointError: there is no tokenizer.json and none can be built, or it is damaged, or
+            fails on some texts.
     """
     tokenizer = _load_tokenizer(folder)
+    _check_any_text(tokenizer, folder)
     _apply_bert_options(tokenizer, folder)
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -53,6 +57,26 @@ def _load_tokenizer(folder: CheckpointFolder) -> Tokenizer:
     except Exception as error:
         path = folder.path / TOKENIZER_FILE
         raise CheckpointError(f"{path}: not a usable tokenizer: {error}") from error
+
+
+def _check_any_text(tokenizer: Tokenizer, folder: CheckpointFolder) -> None:
+    """Refuse a tokenizer that fails on what it does not know, before a request meets it.
+
+    Raises:
+        CheckpointError: it does, or it has no tokens at all.
+    """
+    file = TOKENIZER_FILE if folder.exists(TOKENIZER_FILE) else "vocab.txt"
+    path = folder.path / file
+    if not tokenizer.get_vocab_size(with_added_tokens=False):
+        raise CheckpointError(f"{path}: model: vocab: it is empty")
+    try:
+        for letter in _RARE:
+            tokenizer.encode(letter, add_special_tokens=False)
+    # The library raises plain Exception.
+    except Exception as error:
+        raise CheckpointError(
+            f"{path}: model: unk_token: a text with an unknown letter cannot be tokenised: {error}"
+        ) from error
 
 
 def _apply_bert_options(tokenizer: Tokenizer, folder: CheckpointFolder) -> None:

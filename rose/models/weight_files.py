@@ -98,26 +98,30 @@ def read_headers(files: WeightFiles) -> list[TensorHeader]:
 
 
 def _read_header(path: Path) -> list[TensorHeader]:
-    entries = _header_entries(path)
+    entries, start = _header_entries(path)
     entries.pop("__metadata__", None)
     try:
-        return [
+        ends = [int(entry["data_offsets"][1]) for entry in entries.values()]
+        headers = [
             TensorHeader(name, str(entry["dtype"]), tuple(map(int, entry["shape"])), path)
             for name, entry in entries.items()
         ]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: the safetensors header is damaged: {error!r}") from error
+    needed, size = start + max(ends, default=0), path.stat().st_size
+    if size < needed:
+        raise CheckpointError(f"{path}: the file is cut off: it has {size} of {needed} bytes")
+    return headers
 
 
-def _header_entries(path: Path) -> dict[str, Any]:
+def _header_entries(path: Path) -> tuple[dict[str, Any], int]:
+    """Return the header, and where the data begins."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
-            if length > _MAX_HEADER:
-                raise CheckpointError(f"{path}: not a safetensors file")
-            entries = json.loads(file.read(length))
-    except (OSError, struct.error, ValueError) as error:
+            entries = json.loads(file.read(length)) if length <= _MAX_HEADER else None
+    except (OSError, struct.error, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: the safetensors header is damaged: {error}") from error
     if not isinstance(entries, dict):
-        raise CheckpointError(f"{path}: the safetensors header is damaged")
-    return entries
+        raise CheckpointError(f"{path}: not a safetensors file: it has no header")
+    return entries, 8 + length

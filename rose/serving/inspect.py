@@ -9,6 +9,7 @@ from rose.models.config import CheckpointFolder, Setting
 from rose.models.plan import Plan, plan_checkpoint
 from rose.models.recipe_modules import DenseModule, LayerNormModule
 from rose.models.tokenizer import TOKENIZER_CONFIG, read_tokenizer_card, read_tokenizer_json
+from rose.models.weight_checks import check_headers
 from rose.models.weight_files import TensorHeader, WeightFiles, find_weight_files, read_headers
 
 if TYPE_CHECKING:
@@ -52,13 +53,14 @@ class Report:
 def inspect_checkpoint(
     path: str, *, max_model_len: int | None = None, tasks: tuple[str, ...] = ()
 ) -> Report:
-    """Read everything of a model folder but its weights.
+    """Read everything of a model folder but its weights, of which only the headers are checked.
 
     Raises:
         CheckpointError: it cannot be served; the message says why.
     """
     plan = plan_checkpoint(path, max_model_len=max_model_len, tasks=tasks or None)
     read_tokenizer_json(plan.core)
+    check_headers(plan)
     files = [plan.files, *module_weights(plan)]
     headers = [header for group in files for header in read_headers(group)]
     return Report(
@@ -125,6 +127,7 @@ def print_report(report: Report, console: "Console") -> None:
     console.print(f"{report.path}: {_summary(report)}\n", highlight=False, markup=False)
     console.print(_settings_table(report.settings))
     console.print(_weights_table(report))
+    console.print("Weights are checked when they are loaded.", style="dim", highlight=False)
     for warning in report.warnings:
         console.print(f"warning: {warning}", style="yellow", highlight=False, markup=False)
 

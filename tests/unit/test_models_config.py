@@ -25,10 +25,9 @@ BERT = {"model_type": "bert", "architectures": ["BertModel"]}
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A folder with the small files of a BERT embedder and an empty weight file."""
+    """A folder with the small files of a BERT embedder and a weight file of one tensor."""
     write(tmp_path / "config.json", BERT)
-    header = b"{}"
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    write_weights(tmp_path, bytes(4096))
     types = ["Transformer", "Pooling", "Normalize"]
     entries = [
         {"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "", "type": ST + kind}
@@ -45,6 +44,13 @@ ST = "sentence_transformers.models."
 def write(file: Path, value: object) -> None:
     file.parent.mkdir(exist_ok=True)
     file.write_text(json.dumps(value))
+
+
+def write_weights(folder: Path, data: bytes) -> None:
+    entry = {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}
+    header = json.dumps({"a": entry}).encode()
+    start = len(header).to_bytes(8, "little") + header
+    (folder / "model.safetensors").write_bytes(start + data)
 
 
 def settings(plan) -> dict[str, tuple[object, str]]:
@@ -544,6 +550,31 @@ def test_fingerprints_follow_files_and_options(folder, tmp_path):
     with (folder / "model.safetensors").open("ab") as file:
         file.write(b" ")
     assert current() != second
+
+
+def test_fingerprints_tell_fine_tunes_of_one_size(folder):
+    found = set()
+    for value in (0, 1):  # the first MiB is the same
+        write_weights(folder, bytes(2 << 20) + bytes([value]) * (6 << 20))
+        found.add(fingerprint(plan_checkpoint(folder), {}))
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("value", [10**6, 2**40, 2**63])
+@pytest.mark.parametrize("key", ["num_hidden_layers", "vocab_size", "head_dim", "num_labels"])
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_numbers_that_the_weights_cannot_have_are_refused(folder, key, value, suffix):
+    if suffix == "bin":
+        (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    write(folder / "config.json", BERT | {key: value})
+    with pytest.raises(CheckpointError, match=rf"config\.json: {key}: {value} is more than the"):
+        plan_checkpoint(folder)
+
+
+def test_positions_are_no_more_than_can_be_counted(folder):
+    write(folder / "config.json", BERT | {"max_position_embeddings": 2**31})
+    with pytest.raises(CheckpointError, match=r"config\.json: max_position_embeddings: .* at most"):
+        plan_checkpoint(folder)
 
 
 def test_registry_entries_load():

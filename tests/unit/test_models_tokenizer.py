@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rose.models.config import CheckpointFolder
@@ -145,6 +145,26 @@ def test_damaged_tokenizers(folder, content):
 
 
 # --- the card --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["WordPiece", "WordLevel", "Unigram", "BPE"])
+def test_a_tokenizer_that_fails_on_unknown_letters_is_refused(folder, kind):
+    values = {
+        "WordPiece": models.WordPiece({"a": 0}, unk_token="[UNK]"),
+        "WordLevel": models.WordLevel({"a": 0}, unk_token="[UNK]"),
+        "Unigram": models.Unigram([("a", 0.0)]),
+        "BPE": models.BPE({"a": 0}, [], unk_token="[UNK]"),
+    }
+    (folder / "tokenizer.json").write_text(Tokenizer(values[kind]).to_str())
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: model: unk_token: "):
+        read_tokenizer_json(CheckpointFolder(folder))
+
+
+@pytest.mark.parametrize("model", [models.WordPiece(unk_token="[UNK]"), models.BPE()])
+def test_a_tokenizer_without_tokens_is_refused(folder, model):
+    (folder / "tokenizer.json").write_text(Tokenizer(model).to_str())
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: model: vocab: it is empty"):
+        read_tokenizer_json(CheckpointFolder(folder))
 
 
 def card(folder: Path):

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from rose.models.config import CheckpointFolder
+from rose.models.bert import BertModel
+from rose.models.config import CheckpointFolder, ConfigReader
 from rose.models.errors import CheckpointError
 from rose.models.layers import Part
 from rose.models.loader import LoadedModel, default_dtype, load
+from rose.models.registry import ARCHITECTURES
 from rose.models.tensors import open_tensors
 from rose.models.weights import name_tensors
 from tests import tiny
@@ -351,6 +354,32 @@ def test_pytorch_files_that_hold_other_things(model_folder):
     torch.save({"state_dict": tensors, "epoch": 3}, model_folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"state_dict.*no tensor"):
         load(model_folder)
+
+
+@pytest.mark.parametrize(
+    "kind", ["sparse_coo", pytest.param("quantized", marks=pytest.mark.filterwarnings("ignore"))]
+)
+def test_only_plain_tensors_are_loaded(checkpoints, tmp_path, kind):
+    path = tiny.copy(checkpoints["bert"], tmp_path / "model")
+    values = load_file(path / "model.safetensors")
+    name = next(name for name in values if name.endswith("query.weight"))
+    plain = values[name]
+    if kind == "quantized":
+        values[name] = torch.quantize_per_tensor(plain, 0.1, 0, torch.qint8)
+    else:
+        values[name] = plain.to_sparse()
+    (path / "model.safetensors").unlink()
+    torch.save(values, path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=rf"{name}.*pytorch_model\.bin is .*{kind}"):
+        load(path)
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "intermediate_size", "vocab_size"])
+def test_shapes_that_no_tensor_can_have_are_refused(key):
+    config = ARCHITECTURES.load("bert").read_config(ConfigReader({}, "config.json", "bert"))
+    facts = replace(config, **{key: 2**62})
+    with pytest.raises(CheckpointError, match=r"tensor '.*weight'.*which no tensor can have"):
+        BertModel(facts)
 
 
 def test_no_weights(model_folder):

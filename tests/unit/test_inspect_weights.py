@@ -1,0 +1,55 @@
+"""`rose inspect` says what the headers of the weights show to be unfit."""
+
+import re
+
+import pytest
+import torch
+
+from rose.serving import cli
+from tests.tiny import copy, edit_json, edit_tensors, save_bert
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    return save_bert(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def rose(*arguments):
+    """Run the command line in this process and return its exit code."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main([str(argument) for argument in arguments])
+    return caught.value.code
+
+
+def test_inspect_says_what_it_did_not_check(bert, capsys):
+    assert rose("inspect", bert) == 0
+    assert "Weights are checked when they are loaded." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 60}, r"no tensor has the shape \[60, 32\] of the token embedding"),
+        ({"max_position_embeddings": 41}, r"no tensor has the shape \[41, 32\] of the position"),
+        ({"num_hidden_layers": 3}, "asks for 3 layers, .*model.safetensors holds tensors of 2"),
+        ({"num_hidden_layers": 1}, "asks for 1 layers, .*model.safetensors holds tensors of 2"),
+        ({"num_hidden_layers": 2**40}, "num_hidden_layers: 1099511627776 is more than the"),
+    ],
+)
+def test_inspect_compares_config_and_headers(bert, tmp_path, capsys, changes, message):
+    path = copy(bert, tmp_path / "bad")
+    edit_json(path / "config.json", **changes)
+    assert rose("inspect", path) == 1
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_inspect_sees_damaged_weights(bert, tmp_path, capsys):
+    path = copy(bert, tmp_path / "bad")
+    query = "encoder.layer.0.attention.self.query.weight"
+    edit_tensors(path, lambda t: t | {query: t[query].to(torch.int8)})
+    assert rose("inspect", path) == 1
+    assert f"tensor '{query}' of {path / 'model.safetensors'} is of" in capsys.readouterr().err
+    with (path / "model.safetensors").open("r+b") as file:
+        file.truncate(file.seek(0, 2) - 9)
+    assert rose("inspect", path) == 1
+    assert "model.safetensors: the file is cut off: it has" in capsys.readouterr().err
