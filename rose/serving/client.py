@@ -339,6 +339,7 @@ class EngineClient:
     async def _monitor_loop(self, monitor: zmq.asyncio.Socket) -> None:
         while True:
             event = await recv_monitor_message(monitor)
+            await self._read_out()
             self._connected = event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
             self._greeted = -math.inf
             self._silent_pings = 0
@@ -347,3 +348,9 @@ class EngineClient:
             else:
                 self._stats.lost()
                 self._lose("the connection to the engine broke")
+
+    async def _read_out(self) -> None:
+        """Let the receive loop take in what had arrived before the connection broke."""
+        while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)

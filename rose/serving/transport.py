@@ -101,12 +101,12 @@ def bound_address(socket: "zmq.asyncio.Socket") -> str:
 def make_dealer(context: "zmq.asyncio.Context", address: str) -> "zmq.asyncio.Socket":
     """Make a client's socket, to be connected to `address`.
 
-    Once connected, ZeroMQ connects again by itself when a peer dies. A message is only queued for
-    a connection that stands, never for one that may come.
+    Once connected, ZeroMQ connects again by itself when a peer dies. What it had said is still
+    read (`IMMEDIATE` would drop that). What is sent before the loss is noticed reaches the next
+    engine at this address, which refuses it: it has not been greeted.
     """
     socket = context.socket(zmq.DEALER)
     _set_options(socket, address)
-    socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     return socket

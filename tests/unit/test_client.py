@@ -167,6 +167,8 @@ def test_a_pause_of_the_gateway_itself_loses_no_engine(address, fast):
         async with scripted(address) as engine, connected(address) as client:
             engine.answers[Ping] = [Pong(1, Stats())]
             await client.wait_ready()
+            await until(lambda: engine.count(Ping) > 3 * client_module.MAX_SILENT_PINGS)
+            assert client.ready
             for _ in range(3):
                 await asyncio.sleep(0.06)
                 time.sleep(0.5)  # ten pings' time, in which nothing could be read

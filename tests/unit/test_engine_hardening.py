@@ -15,7 +15,7 @@ from rose.runtime.options import EmbedOptions, SamplingParams
 from rose.serving import engine as engine_module
 from rose.serving import protocol, transport
 from rose.serving.client_api import EngineError
-from rose.serving.engine import EngineFailedError
+from rose.serving.engine import EngineFailedError, EngineServer
 from rose.serving.protocol import Cancel, EmbedRequest, Failure, Hello, Ping, Pong
 from tests.unit.engine_rig import (
     LOST_ID,
@@ -264,6 +264,41 @@ def test_the_last_answer_of_a_drained_engine_arrives_whole(runtime, address, mon
             context.destroy(linger=0)
             _, frame = await client.socket.recv_multipart()
             assert len(frame) == len(big)
+
+    drive(scenario)
+
+
+def test_an_engine_that_stops_loses_no_answer_that_it_gave(runtime, address, monkeypatch):
+    servers = []
+
+    class NotedServer(EngineServer):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            servers.append(self)
+
+    monkeypatch.setattr(engine_module, "EngineServer", NotedServer)
+
+    async def scenario():
+        async with connected(address) as client:
+            for _ in range(10):
+                stop = asyncio.Event()
+                monkeypatch.setattr(engine_module, "stop_event", lambda stop=stop: stop)
+                context = zmq.asyncio.Context()
+                socket = transport.bind_router(context, address)
+                task = asyncio.create_task(engine_module._serve(served_by(runtime), socket))
+                await until(lambda: client.ready)
+                runtime.gate.clear()
+                asked = [
+                    asyncio.create_task(client.embed(texts([i]), EmbedOptions())) for i in range(50)
+                ]
+                await until(lambda: servers[-1]._requests == 50)
+                stop.set()
+                runtime.gate.set()
+                await task
+                context.destroy(linger=0)
+                answers = await asyncio.gather(*asked)
+                assert [answer.vectors[0, 0] for answer in answers] == list(range(50))
+                await until(lambda: not client.ready)
 
     drive(scenario)
 
