@@ -53,7 +53,7 @@ SILENCE_CHECK_S = 5.0
 SILENT_CHECKS = 3  # in a row, and a client's work is dropped
 STEP_CHECK_S = 10.0
 STEP_LIMIT_S = 600.0  # as long as a request may take by default
-DRAIN_LIMIT_S = 25.0
+DRAIN_LIMIT_S = 60.0
 LAST_WORDS_MS = 2000  # time for the last answers to leave the socket
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -53,6 +54,17 @@ class Server:
                     return self
             time.sleep(0.1)
         raise TimeoutError(self.log)
+
+    def wait_busy(self, requests, timeout=60):
+        """Wait until so many requests are being served, beside the one that asks."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            text = httpx.get(f"{self.url}/metrics", timeout=5).text
+            (in_flight,) = re.findall(r"^rose_requests_in_flight (\S+)", text, re.MULTILINE)
+            if float(in_flight) > requests:
+                return self
+            time.sleep(0.02)
+        raise TimeoutError(text)
 
     def children(self):
         """Pids of the processes that the supervisor started."""
