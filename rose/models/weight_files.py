@@ -17,6 +17,7 @@ _CANDIDATES = (
     ("pytorch_model.bin", False, False),
     ("pytorch_model.bin.index.json", False, True),
 )
+_WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}  # bytes of an element
 _MAX_HEADER = 100_000_000  # bytes, the format's own limit
 
 
@@ -101,17 +102,38 @@ def _read_header(path: Path) -> list[TensorHeader]:
     entries, start = _header_entries(path)
     entries.pop("__metadata__", None)
     try:
-        ends = [int(entry["data_offsets"][1]) for entry in entries.values()]
+        offsets = (map(int, entry["data_offsets"]) for entry in entries.values())
+        spans = [(first, last) for first, last in offsets]
         headers = [
             TensorHeader(name, str(entry["dtype"]), tuple(map(int, entry["shape"])), path)
             for name, entry in entries.items()
         ]
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: the safetensors header is damaged: {error!r}") from error
-    needed, size = start + max(ends, default=0), path.stat().st_size
-    if size < needed:
-        raise CheckpointError(f"{path}: the file is cut off: it has {size} of {needed} bytes")
+    _check_spans(path, headers, spans, start)
     return headers
+
+
+def _check_spans(
+    path: Path, headers: list[TensorHeader], spans: list[tuple[int, int]], start: int
+) -> None:
+    """Refuse data that is cut off, is not as long as a shape, or is of two tensors."""
+    for header, (first, last) in zip(headers, spans, strict=True):
+        width = _WIDTHS.get(header.dtype)
+        if width and last - first != header.elements * width:
+            raise CheckpointError(
+                f"tensor {header.name!r} of {path} has {last - first} bytes, its shape "
+                f"{list(header.shape)} asks for {header.elements * width}"
+            )
+    end, size = 0, path.stat().st_size
+    for first, last in sorted(spans):  # the format has no gaps
+        if first != end:
+            raise CheckpointError(
+                f"{path}: the safetensors header is damaged: tensors overlap or leave gaps"
+            )
+        end = last
+    if size < start + end:
+        raise CheckpointError(f"{path}: the file is cut off: it has {size} of {start + end} bytes")
 
 
 def _header_entries(path: Path) -> tuple[dict[str, Any], int]:

@@ -1,5 +1,6 @@
 """`rose inspect` says what the headers of the weights show to be unfit."""
 
+import json
 import re
 
 import pytest
@@ -39,6 +40,29 @@ def test_inspect_says_what_it_did_not_check(bert, capsys):
 def test_inspect_compares_config_and_headers(bert, tmp_path, capsys, changes, message):
     path = copy(bert, tmp_path / "bad")
     edit_json(path / "config.json", **changes)
+    assert rose("inspect", path) == 1
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data_offsets": [0, 4096]}, "safetensors: the safetensors header is damaged: tensors ov"),
+        ({"data_offsets": [0, 4092]}, r"has 4092 bytes, its shape \[32, 32\] asks for 4096"),
+        ({"data_offsets": [4096]}, "the safetensors header is damaged"),
+        ({"dtype": "F16"}, r"has 4096 bytes, its shape \[32, 32\] asks for 2048"),
+        ({"shape": [32, 33]}, r"has 4096 bytes, its shape \[32, 33\] asks for 4224"),
+    ],
+)
+def test_inspect_sees_headers_that_lie(bert, tmp_path, capsys, change, message):
+    path = copy(bert, tmp_path / "bad")
+    file = path / "model.safetensors"
+    data = file.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8:end])
+    entries["encoder.layer.0.attention.self.query.weight"] |= change
+    header = json.dumps(entries).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + data[end:])
     assert rose("inspect", path) == 1
     assert re.search(message, capsys.readouterr().err)
 
