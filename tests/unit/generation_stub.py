@@ -16,6 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from rose.models.card import GenerationCard, ModelCard, TokenizerCard
 from rose.serving.gateway.app import create_app
 from rose.serving.gateway.generation_schemas import ChatAnswer
+from rose.serving.gateway.http_protocol import HttpProtocol
 from rose.serving.gateway.settings import GatewaySettings
 from rose.serving.protocol import Stats, TokenLogprobs, TokensDelta
 from tests.unit.gateway_stub import Http
@@ -196,7 +197,7 @@ def served(client, **settings):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         app = create_app({"llm": client}, GatewaySettings(**settings))
-        config = uvicorn.Config(app, log_level="error", http="httptools", ws="none", lifespan="on")
+        config = uvicorn.Config(app, log_level="error", http=HttpProtocol, ws="none", lifespan="on")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()

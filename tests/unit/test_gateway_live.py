@@ -14,6 +14,7 @@ import pytest
 import uvicorn
 
 from rose.serving.gateway.app import create_app
+from rose.serving.gateway.http_protocol import HttpProtocol
 from rose.serving.gateway.settings import GatewaySettings
 from tests.unit.gateway_stub import StubClient, card, tokenizer_json, vector
 
@@ -25,7 +26,7 @@ class Live:
         self.client = client
         self.app = create_app({"stub": client}, GatewaySettings(**settings))
         config = uvicorn.Config(
-            self.app, http="httptools", ws="none", log_config=None, access_log=False
+            self.app, http=HttpProtocol, ws="none", log_config=None, access_log=False
         )
         self.server = uvicorn.Server(config)
         self.listener = socket.create_server(("127.0.0.1", 0))

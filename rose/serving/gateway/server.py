@@ -13,6 +13,7 @@ from starlette.applications import Starlette
 
 from rose.serving.client import EngineClient
 from rose.serving.gateway.app import create_app
+from rose.serving.gateway.http_protocol import HttpProtocol
 from rose.serving.gateway.settings import GatewaySettings
 from rose.serving.process import beat, stop_event
 from rose.serving.replicas import ReplicaSet
@@ -107,7 +108,7 @@ async def _ask_name(client: EngineClient, stop: asyncio.Event) -> str | None:
 async def _serve_http(app: Starlette, listener: socket.socket, stop: asyncio.Event) -> None:
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=HttpProtocol,
         ws="none",
         log_config=None,
         log_level="warning",
