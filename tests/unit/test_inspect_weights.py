@@ -7,7 +7,16 @@ import pytest
 import torch
 
 from rose.serving import cli
-from tests.tiny import copy, edit_json, edit_tensors, save_bert
+from tests.tiny import (
+    DECODERS,
+    ENCODERS,
+    copy,
+    edit_json,
+    edit_tensors,
+    save_bert,
+    save_decoder,
+    save_encoder,
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +51,12 @@ def test_inspect_compares_config_and_headers(bert, tmp_path, capsys, changes, me
     edit_json(path / "config.json", **changes)
     assert rose("inspect", path) == 1
     assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("kind", [*ENCODERS, *DECODERS])
+def test_inspect_finds_nothing_wrong_with_what_loads(tmp_path, kind, capsys):
+    save = save_encoder if kind in ENCODERS else save_decoder
+    assert rose("inspect", save(tmp_path / "model", kind)) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
