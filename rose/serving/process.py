@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
+from ipaddress import ip_address
 from typing import Literal
 
 PARENT_VARIABLE = "ROSE_PARENT_PID"
@@ -95,6 +96,11 @@ def stop_event() -> asyncio.Event:
     for number in stop_signals():
         loop.add_signal_handler(number, stop.set)
     return stop
+
+
+def is_open_to_others(listener: socket.socket) -> bool:
+    """Say whether a TCP socket can be reached from beyond this machine."""
+    return not ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -1,6 +1,7 @@
 """Packing of texts, and their order, without a real model."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +10,8 @@ from rose.kernels.attention.torch_sdpa import TorchSdpaBackend
 from rose.runtime.embedding import EmbedBatch, EmbeddingRuntime
 from rose.runtime.queue import EmbedJob, JobSlice
 from rose.runtime.worker import DeviceWorker
+
+FIELDS = ("ids", "lengths", "pool_from")
 
 
 def batch_of(texts, pool_from=0):
@@ -57,13 +60,11 @@ class Echo:
         return torch.stack([*columns, skipped], dim=1)
 
 
-def run(items, **options):
+def run(items, pool_from=0, **options):
     worker, model = DeviceWorker(), Echo()
     try:
         runtime = EmbeddingRuntime(model, TorchSdpaBackend(), worker, **options)
-        return runtime.step(batch_of(items, pool_from=options.pop("pool_from", 0))).result(
-            10
-        ), model
+        return runtime.step(batch_of(items, pool_from)).result(10), model
     finally:
         worker.close()
 
@@ -74,6 +75,21 @@ def test_rows_come_back_in_the_order_of_the_texts_and_equal_lengths_run_side_by_
     expected = [[text[0], len(text), sum(range(len(text))), 0] for text in items]
     assert vectors.tolist() == expected
     assert model.lengths == [[1, 1, 2, 3, 3]]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_what_is_not_pooled_stays_with_its_text(deterministic):
+    short, long = batch_of([[1, 2], [3, 4, 5]], pool_from=1), batch_of([[6, 7, 8]], pool_from=2)
+    mixed = EmbedBatch(
+        *[np.concatenate([getattr(b, name) for b in (long, short)]) for name in FIELDS]
+    )
+    worker = DeviceWorker()
+    try:
+        runtime = EmbeddingRuntime(Echo(), TorchSdpaBackend(), worker, deterministic=deterministic)
+        vectors = runtime.step(mixed).result(10)
+    finally:
+        worker.close()
+    assert vectors[:, [0, 3]].tolist() == [[6, 2], [1, 1], [3, 1]]
 
 
 def test_deterministic_runs_each_text_alone():

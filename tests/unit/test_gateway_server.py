@@ -84,6 +84,21 @@ def test_an_address_that_cannot_be_is_one_line_and_exit_code_1(gateway, address)
     assert line.startswith("error: address")
 
 
+@pytest.mark.parametrize(
+    ("host", "key", "warned"),
+    [("0.0.0.0", "", True), ("0.0.0.0", "k", False), ("127.0.0.1", "", False)],
+)
+def test_an_open_door_is_pointed_out(gateway, tmp_path, host, key, warned):
+    options = ["--api-key", key] if key else []
+    process, _ = gateway("--engine", f"ipc://{tmp_path}/none.sock", "--host", host, *options)
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if "waiting for the engine" in line:
+            break
+    assert any("everybody who can reach port" in line for line in lines) == warned
+
+
 def test_a_name_may_be_given_and_a_path_may_hold_an_equals_sign():
     assert parse_engine("m=ipc:///tmp/e.sock") == ("m", "ipc:///tmp/e.sock")
     assert parse_engine("ipc:///tmp/a=b.sock") == (None, "ipc:///tmp/a=b.sock")
