@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -351,6 +351,6 @@ class EngineClient:
 
     async def _read_out(self) -> None:
         """Let the receive loop take in what had arrived before the connection broke."""
-        while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while cast("int", self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             await asyncio.sleep(0)
         await asyncio.sleep(0)

@@ -35,8 +35,8 @@ MAX_HEAD_DIM = 256
 class Lengths:
     """Where queries and keys of each sequence lie, on the device, and bounds on the host.
 
-    `cu_seqlens_q` and `cu_seqlens_k` are int32 [B + 1], `kv_lens` int32 [B] where keys lie in pages.
-    The bounds are baked into a graph.
+    `cu_seqlens_q` and `cu_seqlens_k` are int32 [B + 1], `kv_lens` int32 [B] where keys lie in
+    pages. The bounds are baked into a graph.
     """
 
     cu_seqlens_q: Tensor

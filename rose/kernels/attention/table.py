@@ -3,8 +3,9 @@
 `rose bench attention` writes it; "auto" reads it when a model is loaded. An entry holds for one
 device, shape of heads and kind of batch:
 
-    {"version": 1, "entries": [{"device": "NVIDIA H200", "heads": 16, "kv_heads": 8, "head_dim": 128,
-      "causal": true, "paged": false, "milliseconds": {"flashinfer-fa3": 0.21, "torch-flash": 0.25}}]}
+    {"version": 1, "entries": [{"device": "NVIDIA H200", "heads": 16, "kv_heads": 8,
+      "head_dim": 128, "causal": true, "paged": false,
+      "milliseconds": {"flashinfer-fa3": 0.21, "torch-flash": 0.25}}]}
 """
 
 import json
