@@ -103,6 +103,7 @@ def test_a_name_may_be_given_and_a_path_may_hold_an_equals_sign():
     assert parse_engine("m=ipc:///tmp/e.sock") == ("m", "ipc:///tmp/e.sock")
     assert parse_engine("ipc:///tmp/a=b.sock") == (None, "ipc:///tmp/a=b.sock")
     assert parse_engine("m=ipc:///tmp/a=b.sock") == ("m", "ipc:///tmp/a=b.sock")
+    assert parse_engine("m=1=tcp://127.0.0.1:5") == ("m=1", "tcp://127.0.0.1:5")
     with pytest.raises(AddressError):
         parse_engine("m=nonsense")
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import re
 import socket
 from collections.abc import Sequence
 
@@ -73,10 +74,8 @@ def parse_engine(argument: str) -> NamedAddress:
     Raises:
         ValueError: the address cannot be used.
     """
-    name, separator, address = argument.partition("=")
-    if separator and "://" not in name:
-        return name, check_peer(address)
-    return None, check_peer(argument)
+    found = re.fullmatch(r"(?:(.+)=)?(\w+://.*)", argument)
+    return (found[1], check_peer(found[2])) if found else (None, check_peer(argument))
 
 
 async def _serve_models(
