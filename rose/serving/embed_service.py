@@ -10,11 +10,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from rose.models.card import EmbeddingCard
 from rose.models.output import finish
 from rose.runtime.build import ServedModel
 from rose.runtime.embedding import EmbedBatch
@@ -81,6 +83,7 @@ class EmbedService:
         self._alone: deque[JobSlice] = deque()  # to run once more, without neighbours
         self._running: deque[tuple[list[JobSlice], LazyTensor[Any]]] = deque()
         self._wake = asyncio.Event()
+        self._check_options = lru_cache(256)(partial(_check_options, served.card.embedding))
         self.steps = 0
         self.tokens = 0
 
@@ -142,16 +145,6 @@ class EmbedService:
             raise RequestError(f"token ids go from 0 to {card.vocab_size - 1}", "input")
         if not 0 <= job.pool_from < lengths.min():
             raise RequestError("the prompt leaves no token to pool", "input")
-
-    def _check_options(self, options: EmbedOptions) -> None:
-        """Find out on one row whether vectors can be finished like that."""
-        embedding = self._card.embedding
-        assert embedding is not None
-        row = np.zeros((1, embedding.dimensions), np.float32)
-        try:
-            finish(row, options, embedding.normalize, embedding.quantizer)
-        except ValueError as error:  # it begins with the field's name
-            raise RequestError(str(error), str(error).partition(":")[0]) from None
 
     def _launch(self, on_done: Callable[[], None]) -> None:
         """Launch what there is when the device is idle, and a full batch behind a running one."""
@@ -224,3 +217,13 @@ class EmbedService:
         if call is not None:
             self._queue.cancel(job)
             call.deliver(outcome)
+
+
+def _check_options(embedding: EmbeddingCard | None, options: EmbedOptions) -> None:
+    """Find out on one row whether vectors can be finished like that."""
+    assert embedding is not None
+    row = np.zeros((1, embedding.dimensions), np.float32)
+    try:
+        finish(row, options, embedding.normalize, embedding.quantizer)
+    except ValueError as error:  # it begins with the field's name
+        raise RequestError(str(error), str(error).partition(":")[0]) from None
