@@ -44,6 +44,7 @@ KERNELS: dict[str, dict[str, str]] = {
         "norm_rotate_and_store": f"{_CPU}.ops:norm_rotate_and_store",
         "store_kv": f"{_CPU}.ops:store_kv",
         "embed_and_norm": f"{_CPU}.ops:embed_and_norm",
+        "pool_and_finish": f"{_CPU}.ops:pool_and_finish",
     },
     "cuda": {
         "rms_norm": f"{_TRITON}.norm:rms_norm",

@@ -14,8 +14,16 @@ from torch import Tensor, nn
 
 from rose.kernels import norm
 from rose.kernels.attention.base import AttentionSpec
+from rose.kernels.blocks import BlockParts, DecoderBlock, Norm, make_decoder_block
 from rose.kernels.heads import HeadNorms, attend_heads
-from rose.models.layers import Embedding, GatedLinear, Linear, PackedLinear, RMSNorm
+from rose.models.layers import (
+    Embedding,
+    FusableLayer,
+    GatedLinear,
+    Linear,
+    PackedLinear,
+    RMSNorm,
+)
 from rose.models.rotary import RotaryEmbedding
 
 if TYPE_CHECKING:
@@ -74,7 +82,7 @@ class DecoderModel(nn.Module):
         return dict.fromkeys(self.ropes, first(positions_T))
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(FusableLayer):
     """Attention and MLP, each behind a norm. The residual addition is part of the next norm."""
 
     def __init__(self, config: "DecoderConfig", index: int) -> None:
@@ -85,6 +93,7 @@ class DecoderLayer(nn.Module):
         self.attention = DecoderAttention(config, index)
         self.mlp_norm = make_norm(f"{name}.post_attention_layernorm", size, config)
         self.mlp = self.make_mlp(config, index)
+        self.block: DecoderBlock | None = None
 
     def make_mlp(self, config: "DecoderConfig", index: int) -> nn.Module:
         """Declare the weights that follow attention."""
@@ -98,10 +107,30 @@ class DecoderLayer(nn.Module):
         attention: "AttentionBatch",
     ) -> tuple[Tensor, Tensor]:
         """Return the MLP's output and the residual to add to it."""
+        if self.block is not None:
+            done = self.block(x_TC, residual_TC, rotation, attention)
+            if done is not None:
+                return done
         normed_TC, residual_TC = self.enter(x_TC, residual_TC)
         x_TC = self.attention(normed_TC, rotation, attention)
         normed_TC, residual_TC = self.mlp_norm.add(x_TC, residual_TC)
         return self.mlp(normed_TC), residual_TC
+
+    def fuse(self) -> None:
+        """Look for a kernel of the whole layer."""
+        attention, mlp = self.attention, self.mlp
+        if isinstance(mlp, GatedMLP):
+            parts = BlockParts(
+                qkv=attention.qkv.prepared,
+                output=attention.output.prepared,
+                spec=attention.spec,
+                up=mlp.gate_up.prepared,
+                down=mlp.down.prepared,
+                attention_norm=_facts(self.attention_norm),
+                mlp_norm=_facts(self.mlp_norm),
+                head_norms=attention.head_norms(),
+            )
+            self.block = make_decoder_block(parts)
 
     def enter(self, x_TC: Tensor, residual_TC: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the input of attention and the residual; the first layer has none yet."""
@@ -133,12 +162,20 @@ class DecoderAttention(nn.Module):
         """Return [T, C]."""
         dim = self.spec.head_dim
         q_THD, k_TKD, v_TKD = (part.unflatten(1, (-1, dim)) for part in self.qkv.split(x_TC))
-        norms = None
-        if self.q_norm is not None and self.k_norm is not None:
-            weights = (self.q_norm.weight, self.k_norm.weight)
-            norms = HeadNorms(*weights, self.q_norm.eps, self.norm_offset)
+        norms = self.head_norms()
         out_THD = attend_heads(q_THD, k_TKD, v_TKD, rotation, norms, attention, self.spec)
         return self.output(out_THD.flatten(1))
+
+    def head_norms(self) -> HeadNorms | None:
+        """Return the norms of queries and keys, if there are any."""
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        weights = (self.q_norm.weight, self.k_norm.weight)
+        return HeadNorms(*weights, self.q_norm.eps, self.norm_offset)
+
+
+def _facts(norm: RMSNorm) -> Norm:
+    return Norm(norm.weight, None, norm.eps, norm.offset)
 
 
 def _attention_spec(config: "DecoderConfig", index: int) -> AttentionSpec:

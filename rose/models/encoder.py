@@ -14,9 +14,18 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from rose.kernels.attention.base import AttentionSpec
+from rose.kernels.blocks import BlockParts, EncoderBlock, Norm, make_encoder_block
 from rose.kernels.embedding import embed_and_norm
 from rose.kernels.heads import attend_heads
-from rose.models.layers import Embedding, GatedLinear, LayerNorm, Linear, PackedLinear, Projection
+from rose.models.layers import (
+    Embedding,
+    FusableLayer,
+    GatedLinear,
+    LayerNorm,
+    Linear,
+    PackedLinear,
+    Projection,
+)
 from rose.models.rotary import RotaryEmbedding
 
 if TYPE_CHECKING:
@@ -104,7 +113,7 @@ class RotaryEncoder(Encoder):
         return self.encode(x_TC, batch, self.rope(batch.positions))
 
 
-class EncoderLayer(nn.Module):
+class EncoderLayer(FusableLayer):
     """Attention and MLP."""
 
     def __init__(
@@ -119,13 +128,36 @@ class EncoderLayer(nn.Module):
         self.attention = EncoderAttention(config, index, names, bias)
         self.mlp = MLP(config, names)
         self.norm = LayerNorm(names.mlp_norm, config.hidden_size, config.norm_eps)
+        self.block: EncoderBlock | None = None
+
+    def fuse(self) -> None:
+        """Look for a kernel of the whole layer."""
+        attention, mlp = self.attention, self.mlp
+        parts = BlockParts(
+            qkv=attention.qkv.prepared,
+            output=attention.output.prepared,
+            spec=attention.spec,
+            up=mlp.up.prepared,
+            down=mlp.down.prepared,
+            attention_norm=_facts(attention.norm),
+            mlp_norm=_facts(self.norm),
+        )
+        self.block = make_encoder_block(parts)
 
     def forward(
         self, x_TC: Tensor, attention: "AttentionBatch", rotation: Rotation | None
     ) -> Tensor:
         """Return [T, C]."""
+        if self.block is not None:
+            done_TC = self.block(x_TC, rotation, attention)
+            if done_TC is not None:
+                return done_TC
         x_TC = self.attention(x_TC, attention, rotation)
         return self.norm.add(self.mlp(x_TC), x_TC)
+
+
+def _facts(norm: LayerNorm) -> Norm:
+    return Norm(norm.weight, norm.bias, norm.eps)
 
 
 class EncoderAttention(nn.Module):

@@ -106,6 +106,12 @@ class Projection(WeightedModule):
         del self.slots["weight"]
         self.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
 
+    @property
+    def prepared(self) -> LinearOp:
+        """What `prepare` returned."""
+        assert self.op is not None
+        return self.op
+
     def prepare(self) -> LinearOp:
         """Hand the weight over to `op`, which may hold it in another form, so there is one copy."""
         op = make_linear(self.weight, self.bias, activation=self.activation, gated=self.gated)
@@ -206,6 +212,7 @@ class RMSNorm(WeightedModule):
     """RMS norm, filled from `name`.weight."""
 
     weight: Tensor
+    offset = 0.0  # of the weight
 
     def __init__(self, name: str, channels: int, eps: float) -> None:
         """Declare the weight [channels]."""
@@ -222,6 +229,14 @@ class RMSNorm(WeightedModule):
         return norm.add_rms_norm(x_TC, residual_TC, self.weight, self.eps)
 
 
+class FusableLayer(nn.Module):
+    """A layer that one kernel may compute as a whole, once its projections are prepared."""
+
+    def fuse(self) -> None:
+        """Look for that kernel."""
+        raise NotImplementedError
+
+
 def prepare(model: nn.Module) -> None:
     """Bring the weights of all projections into the form that the device computes fastest with."""
     ops: dict[int, LinearOp] = {}
@@ -234,3 +249,6 @@ def prepare(model: nn.Module) -> None:
             tied = ops.get(module.weight.data_ptr())
             if tied is not None:
                 module.share(tied)
+    for module in model.modules():
+        if isinstance(module, FusableLayer):
+            module.fuse()

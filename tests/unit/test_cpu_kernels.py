@@ -1,23 +1,24 @@
-"""The compiled CPU kernels against float64, and the ways in which they can be missing."""
+"""The compiled CPU kernels against float64 and the torch functions that they stand for."""
 
-import ctypes
-import logging
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rose.kernels import embedding, epilogue, heads, norm
 from rose.kernels.activation import activate
-from rose.kernels.cpu import build as cpu_build
-from rose.kernels.cpu import library as cpu_library
-from rose.kernels.cpu.build import BuildError, best_level, build, cache_folder, find_compiler
+from rose.kernels.cpu import memory, ops
+from rose.kernels.cpu.build import BuildError, best_level, build, find_compiler
 from rose.kernels.cpu.gemm import ACTIVATION_NUMBERS, PackedMatrix
-from rose.kernels.cpu.library import LEVEL_SWITCH, SWITCH, CpuLibrary, load_library
+from rose.kernels.cpu.library import CpuLibrary, load_library, replaced
+from rose.kernels.dispatch import KERNELS, find_kernel
+from rose.kernels.heads import HeadNorms
+from rose.kernels.linear import TorchLinear, make_linear
+from rose.kernels.pooling import POOLINGS
 
 ROWS = (1, 2, 3, 5, 6, 7, 11, 12, 13, 16, 24, 25, 33, 70)
 SIZES = ((1, 1), (7, 5), (33, 70), (64, 32), (130, 97))  # inputs, outputs
@@ -185,134 +186,142 @@ def test_other_instruction_sets_agree(library: CpuLibrary):
         assert torch.equal(out, expected)
 
 
-# --- the build and its cache ---
+# --- operations row by row ---
+
+WIDTHS = (1, 7, 16, 33, 64, 384)
 
 
-@pytest.fixture
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, and no memory of what was loaded."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(SWITCH, raising=False)
-    monkeypatch.setattr(cpu_library, "_loaded", [])
-    return tmp_path / "rose"
+def agree(operation, ours, *args, tolerance: float = 5e-6, **kwargs):
+    """Hold a kernel to the torch function that it stands for."""
+    expected, out = operation.reference(*args, **kwargs), ours(*args, **kwargs)
+    for one, other in zip(
+        *((x if isinstance(x, tuple) else (x,)) for x in (out, expected)), strict=True
+    ):
+        assert one.shape == other.shape
+        assert (one - other).abs().max() <= tolerance * max(1.0, other.abs().max().item())
+    return out
 
 
-@pytest.fixture
-def tiny(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The same with sources that take no time to compile."""
-    sources = fresh.parent / "src"
-    sources.mkdir()
-    exported = '__attribute__((visibility("default")))'
-    (sources / "tiny.cpp").write_text(f'extern "C" {exported} int answer() {{ return 42; }}\n')
-    monkeypatch.setattr(cpu_build, "SOURCES", sources)
-    return fresh
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", [1, 3, 70])
+def test_norms(library: CpuLibrary, width: int, rows: int):
+    x, residual = 3 * torch.randn(rows, width) + 1, torch.randn(rows, width)
+    weight, bias = torch.randn(width), torch.randn(width)
+    for offset in (0.0, 1.0):
+        for name, args in (("rms_norm", (x,)), ("add_rms_norm", (x, residual))):
+            operation, ours = getattr(norm, name), getattr(ops, name)
+            agree(operation, ours, *args, weight, 1e-5, weight_offset=offset)
+    for shift in (bias, None):
+        agree(norm.layer_norm, ops.layer_norm, x, weight, shift, 1e-5)
+        for name in ("add_layer_norm", "add_layer_norm_with_sum"):
+            operation, ours = getattr(norm, name), getattr(ops, name)
+            agree(operation, ours, x, residual, weight, shift, 1e-5)
+    alone = [
+        ops.add_layer_norm(x[i : i + 1], residual[i : i + 1], weight, bias, 1e-5)
+        for i in range(rows)
+    ]
+    assert torch.equal(torch.cat(alone), ops.add_layer_norm(x, residual, weight, bias, 1e-5))
 
 
-def answers(path: Path) -> bool:
-    return ctypes.CDLL(str(path)).answer() == 42
-
-
-def test_a_build_is_kept(library, tiny: Path):
-    path = build("generic")
-    written = path.stat().st_mtime_ns
-    assert path.parent == tiny == cache_folder()
-    assert build("generic") == path
-    assert path.stat().st_mtime_ns == written
-    assert sorted(file.suffix for file in tiny.iterdir()) == [".sha256", ".so"]
-    assert answers(path)
-
-
-@pytest.mark.parametrize("damage", ["empty", "cut", "garbage", "no digest"])
-def test_a_damaged_build_is_made_again(library, tiny: Path, damage: str):
-    path = build("generic")
-    content = path.read_bytes()
-    path.unlink()  # another file: the old one may be loaded
-    if damage == "no digest":
-        path.write_bytes(content)
-        path.with_suffix(".sha256").unlink()
-    else:
-        path.write_bytes({"empty": b"", "cut": content[:5000], "garbage": b"\1" * 9000}[damage])
-    assert build("generic") == path
-    assert answers(path)
-
-
-def test_builds_at_once(library, tiny: Path):
-    code = (
-        "import pathlib, sys\n"
-        "from rose.kernels.cpu import build\n"
-        "build.SOURCES = pathlib.Path(sys.argv[1])\n"
-        "print(build.build('generic'))\n"
+@pytest.mark.parametrize(("dim", "rotary"), [(2, 2), (16, 16), (20, 10), (64, 64)])
+@pytest.mark.parametrize("normed", [True, False])
+def test_heads(library: CpuLibrary, dim: int, rotary: int, normed: bool):
+    qkv = torch.randn(13, 8 * dim)  # queries, keys and values are views of one result
+    q, k, v = (part.unflatten(1, (-1, dim)) for part in qkv.split([4 * dim, 2 * dim, 2 * dim], 1))
+    angles = torch.randn(13, rotary // 2).repeat(1, 2)
+    rotation = (angles.cos(), angles.sin())
+    norms = HeadNorms(torch.randn(dim), torch.randn(dim), 1e-5, 1.0) if normed else None
+    q_out, k_out = agree(heads.norm_and_rotate, ops.norm_and_rotate, q, k, rotation, norms)
+    slots = torch.randperm(20)[:13]
+    pages = [torch.full((5, 4, 2, dim), torch.nan) for _ in range(4)]
+    assert torch.equal(
+        ops.norm_rotate_and_store(q, k, v, rotation, norms, pages[0], pages[1], slots), q_out
     )
-    command = [sys.executable, "-c", code, str(cpu_build.SOURCES)]
-    racers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    paths = {racer.communicate(timeout=120)[0].strip() for racer in racers}
-    assert [racer.returncode for racer in racers] == [0, 0, 0]
-    assert paths == {str(build("generic"))}
-    assert answers(Path(paths.pop()))
-    assert len(list(tiny.iterdir())) == 2
+    assert torch.equal(pages[0].flatten(0, 1)[slots], k_out)
+    assert torch.equal(pages[1].flatten(0, 1)[slots], v)
+    assert int(pages[0].isnan().sum()) == 7 * 2 * dim
+    ops.store_kv(k, v, pages[2], pages[3], slots)
+    assert torch.equal(pages[2].flatten(0, 1)[slots], k)
+    assert torch.equal(pages[3].flatten(0, 1)[slots], v)
 
 
-def test_other_flags_or_sources_are_another_build(library, tiny: Path, monkeypatch):
-    paths = {build("generic")}
-    monkeypatch.setattr(cpu_build, "FLAGS", [*cpu_build.FLAGS, "-DOTHER"])
-    paths.add(build("generic"))
-    (cpu_build.SOURCES / "other.h").touch()
-    paths.add(build("generic"))
-    assert len(paths) == 3
+@pytest.mark.parametrize("width", [5, 32, 50])
+@pytest.mark.parametrize("typed", [True, False])
+def test_embeddings(library: CpuLibrary, width: int, typed: bool):
+    tables = [torch.randn(rows, width) for rows in (70, 40, 2)]
+    ids, positions, types = (torch.randint(0, len(table), (23,)) for table in tables)
+    weight, bias = torch.randn(width), torch.randn(width)
+    agree(
+        embedding.embed_and_norm,
+        ops.embed_and_norm,
+        *(ids, positions, types if typed else None),
+        *(*tables, weight, bias, 1e-5),
+    )
 
 
-def assert_torch_serves(caplog: pytest.LogCaptureFixture, *words: str) -> None:
-    with caplog.at_level(logging.INFO):
-        assert load_library() is None
-        assert load_library() is None
-    [record] = caplog.records
-    assert record.levelno == logging.INFO
-    assert all(word in record.message for word in ("torch ops", *words))
+@pytest.mark.parametrize("mode", sorted(POOLINGS))
+@pytest.mark.parametrize("lengths", [(5,), (3, 0, 7, 1), (1, 1, 1), (130, 2)], ids=str)
+@pytest.mark.parametrize("skipped", [None, 2, 1000])
+def test_pooling(library: CpuLibrary, mode: str, lengths: tuple[int, ...], skipped: int | None):
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    starts = None if skipped is None else torch.tensor([min(skipped, n) for n in lengths]).int()
+    for width, kept in ((16, 16), (17, 9), (33, 33), (64, 20)):
+        x = torch.randn(sum(lengths), width)
+        args = (x, cu_seqlens, starts, mode, kept, False)
+        agree(epilogue.pool_and_finish, ops.pool_and_finish, *args)
 
 
-def test_without_a_compiler(fresh: Path, monkeypatch, caplog):
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("PATH", str(fresh))
-    assert_torch_serves(caplog, "no C++ compiler", "g++")
+def test_pooling_keeps_nan(library: CpuLibrary):
+    x, cu_seqlens = torch.randn(6, 20), torch.tensor([0, 3, 6]).int()
+    x[1, 4] = torch.nan
+    for mode in ("mean", "max"):
+        out = ops.pool_and_finish(x, cu_seqlens, None, mode, 20, False)
+        assert out is not None
+        assert out.isnan().nonzero().tolist() == [[0, 4]]
 
 
-def test_with_a_compiler_that_fails(fresh: Path, monkeypatch, caplog):
-    monkeypatch.setenv("CXX", "false")
-    assert_torch_serves(caplog, "false failed")
-    assert list(fresh.iterdir()) == []
+def test_operations_decline_what_they_do_not_know(library: CpuLibrary):
+    x, weight = torch.randn(4, 32), torch.randn(32)
+    cu_seqlens = torch.tensor([0, 4]).int()
+    assert ops.rms_norm(x.bfloat16(), weight, 1e-5) is None
+    assert ops.rms_norm(x.T.contiguous().T, weight, 1e-5) is None
+    assert ops.layer_norm(x, weight.double(), None, 1e-5) is None
+    assert ops.pool_and_finish(x, cu_seqlens, None, "mean", 32, True) is None
+    assert ops.pool_and_finish(x, cu_seqlens.long(), None, "mean", 32, False) is None
+    assert ops.pool_and_finish(x[:, :8].contiguous(), cu_seqlens, None, "mean", 8, False) is None
+    with replaced(None):
+        assert ops.rms_norm(x, weight, 1e-5) is None
+        assert ops.layer_norm(x, weight, None, 1e-5) is None
 
 
-def test_with_a_cache_that_cannot_be_written(fresh: Path, monkeypatch, caplog):
-    fresh.write_text("a file where the folder should be")
-    monkeypatch.setenv("CXX", "true")
-    assert_torch_serves(caplog, str(fresh), "cannot be written")
+def test_every_operation_of_the_table_has_a_kernel(library: CpuLibrary):
+    for name in KERNELS["cpu"]:
+        assert find_kernel(name, "cpu") is getattr(ops, name)
 
 
-def test_with_a_library_that_cannot_be_loaded(fresh: Path, monkeypatch, caplog):
-    compiler = fresh.parent / "compiler"
-    compiler.write_text('#!/bin/sh\nfor last; do :; done\necho nonsense > "$last"\n')
-    compiler.chmod(0o700)
-    monkeypatch.setenv("CXX", str(compiler))
-    assert_torch_serves(caplog, ".so")
+# --- dispatch ---
 
 
-def test_switched_off(fresh: Path, monkeypatch, caplog):
-    monkeypatch.setenv(SWITCH, "off")
-    with caplog.at_level(logging.INFO):
-        assert load_library() is None
-    assert not caplog.records
-    assert not fresh.exists()
+def test_linear_layers_are_packed_where_they_can_be(library: CpuLibrary):
+    weight, bias = make_layer(20, 30)
+    x = torch.randn(5, 20)
+    assert isinstance(make_linear(weight, bias), PackedMatrix)
+    for layer in (make_linear(weight.bfloat16()), make_linear(weight.double())):
+        assert isinstance(layer, TorchLinear)
+    with replaced(None):
+        assert isinstance(make_linear(weight, bias), TorchLinear)
+    for activation in ("tanh", "sigmoid", "silu"):
+        for gated in (True, False):
+            ours = make_linear(weight, bias, activation=activation, gated=gated)
+            torchs = TorchLinear(weight, bias, activation, gated)
+            torch.testing.assert_close(ours(x), torchs(x), atol=1e-5, rtol=1e-5)
+    ids = torch.tensor([29, 0, 29])
+    assert torch.equal(make_linear(weight, activation="tanh").rows(ids), weight[ids])
 
 
-@pytest.mark.parametrize("name", [SWITCH, LEVEL_SWITCH])
-def test_unknown_switches(fresh: Path, monkeypatch, name: str):
-    monkeypatch.setenv(name, "maybe")
-    with pytest.raises(ValueError, match=f"{name}='maybe'"):
-        load_library()
-
-
-def test_the_best_level_needs_its_features(monkeypatch):
-    monkeypatch.setattr(cpu_build, "_cpu_features", lambda: {"avx2", "fma", "sse2"})
-    assert best_level() == "avx2"
-    monkeypatch.setattr(cpu_build, "_cpu_features", lambda: {"avx2", "avx512f"})
-    assert best_level() == "generic"
+def test_packed_weights_lie_on_cache_lines(library: CpuLibrary):
+    tensors = [memory.empty(n) for n in (1, 17, 1000, 3 << 20, 12 << 20, 5)]
+    assert all(tensor.data_ptr() % memory.ALIGNMENT == 0 for tensor in tensors)
+    for value, tensor in enumerate(tensors):
+        tensor.fill_(value)
+    assert all((tensor == value).all() for value, tensor in enumerate(tensors))

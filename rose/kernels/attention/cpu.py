@@ -22,7 +22,12 @@ from rose.kernels.attention.base import (
     RaggedLayout,
 )
 from rose.kernels.attention.stored import StoredAttention
-from rose.kernels.cpu.library import AttentionStruct, SequencesStruct, load_library
+from rose.kernels.cpu.library import (
+    AttentionStruct,
+    BatchStruct,
+    SequencesStruct,
+    load_library,
+)
 
 UNLIMITED = 1 << 40  # more positions than any sequence has
 BIAS_MARGIN = 64  # distances beyond the longest that are read, and not used, with whole vectors
@@ -113,8 +118,8 @@ def _convert(spec: AttentionSpec, longest: int) -> _Layer:
     return _Layer(spec, struct, bias, None if bias is None else longest)
 
 
-class _Batch:
-    """The sequences of a batch."""
+class CpuBatch:
+    """The sequences of a batch; also what kernels of whole layers attend with."""
 
     def __init__(
         self,
@@ -124,6 +129,7 @@ class _Batch:
         block_table: Tensor | None = None,
         page_size: int = 0,
     ) -> None:
+        """Keep the batch's facts in C's form."""
         library = load_library()
         assert library is not None, "a back end that cannot serve was chosen"
         self.library = library
@@ -139,14 +145,25 @@ class _Batch:
             0 if self._table is None else self._table.shape[1],
             page_size,
         )
-        self._address = ctypes.addressof(self._sequences)
+        self.struct = BatchStruct(
+            rows=sum(query_lens),
+            sequences=ctypes.addressof(self._sequences),
+            threads=torch.get_num_threads(),
+        )
+
+    def spec_address(self, spec: AttentionSpec) -> int:
+        """Where the kernels find the facts of a layer."""
+        return self._layers.address(spec, self._longest)
+
+    def enter(self, layer: int) -> None:
+        """Make `struct` that of a layer."""
 
     def run(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, spec: AttentionSpec) -> Tensor:
         """Attend; keys and values are those of the tokens, or all slots of the pages."""
         out_THD = q_THD.new_empty(q_THD.shape)
         self.library.attend(
-            self._layers.address(spec, self._longest),
-            self._address,
+            self.spec_address(spec),
+            self.struct.sequences,
             q_THD.data_ptr(),
             q_THD.stride(0),
             k_TKD.data_ptr(),
@@ -154,12 +171,12 @@ class _Batch:
             v_TKD.data_ptr(),
             v_TKD.stride(0),
             out_THD.data_ptr(),
-            torch.get_num_threads(),
+            self.struct.threads,
         )
         return out_THD
 
 
-class _RaggedBatch(_Batch):
+class _RaggedBatch(CpuBatch):
     """Keys and values are those of this forward pass."""
 
     def __init__(self, layout: RaggedLayout, layers: _Layers) -> None:
@@ -169,14 +186,19 @@ class _RaggedBatch(_Batch):
         return self.run(_dense_heads(q_THD), _dense_heads(k_TKD), _dense_heads(v_TKD), spec)
 
 
-class _PagedBatch(StoredAttention, _Batch):
+class _PagedBatch(StoredAttention, CpuBatch):
     """Keys and values are written to pages first, and all are read there."""
 
     def __init__(self, layout: PagedLayout, pages: KVPages, layers: _Layers) -> None:
-        StoredAttention.__init__(self, pages, layout.slot_mapping)
-        _Batch.__init__(
+        StoredAttention.__init__(self, pages, layout.slot_mapping.contiguous())
+        CpuBatch.__init__(
             self, layers, layout.query_lens, layout.kv_lens, layout.block_table, pages.page_size
         )
+        self.struct.slots = self.slots_T.data_ptr()
+
+    def enter(self, layer: int) -> None:
+        keys, values = self.keys_and_values(layer)
+        self.struct.keys, self.struct.values = keys.data_ptr(), values.data_ptr()
 
     def attend_stored(self, q_THD: Tensor, spec: AttentionSpec) -> Tensor:
         keys, values = self.keys_and_values(spec.layer)

@@ -41,7 +41,7 @@ class PackedMatrix:
         activation: str = "identity",
         gated: bool = False,
     ) -> None:
-        """Pack a copy of the weights.
+        """Pack a copy of the weights. `address` is where the kernels find them.
 
         Args:
             library: the kernels.
@@ -52,7 +52,7 @@ class PackedMatrix:
         """
         rows, inputs = weight_OI.shape
         outputs = rows // 2 if gated else rows
-        self._library = library
+        self.library = library
         self.inputs, self.outputs, self.gated = inputs, outputs, gated
         self._panels = empty(library.panel_floats(inputs, outputs, gated))
         self._bias = None
@@ -66,11 +66,11 @@ class PackedMatrix:
             ACTIVATION_NUMBERS[activation],
             gated,
         )
-        self._address = ctypes.addressof(self._struct)
+        self.address = ctypes.addressof(self._struct)
         library.pack(
             weight_OI.data_ptr(),
             _pointer(bias_O),
-            self._address,
+            self.address,
             self._panels.data_ptr(),
             _pointer(self._bias),
             torch.get_num_threads(),
@@ -91,8 +91,8 @@ class PackedMatrix:
         assert x_TI.shape[1] == self.inputs
         rows = x_TI.shape[0]
         y_TO = x_TI.new_empty((rows, self.outputs))
-        self._library.linear(
-            self._address,
+        self.library.linear(
+            self.address,
             x_TI.data_ptr(),
             x_TI.stride(0),
             y_TO.data_ptr(),
@@ -107,8 +107,8 @@ class PackedMatrix:
         assert not self.gated
         ids_T = ids_T.contiguous()
         y_TI = self._panels.new_empty((ids_T.shape[0], self.inputs))
-        self._library.panel_rows(
-            self._address,
+        self.library.panel_rows(
+            self.address,
             ids_T.data_ptr(),
             y_TI.data_ptr(),
             ids_T.shape[0],

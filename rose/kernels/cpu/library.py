@@ -80,6 +80,56 @@ class SequencesStruct(ctypes.Structure):
     )
 
 
+class SelfAttentionStruct(ctypes.Structure):
+    """`RoseSelfAttention` of api.h."""
+
+    _fields_ = (("qkv", _POINTER), ("output", _POINTER), ("heads", _POINTER), ("spec", _POINTER))
+
+
+class BatchStruct(ctypes.Structure):
+    """`RoseBatch` of api.h."""
+
+    _fields_ = (
+        ("rows", _SIZE),
+        ("sequences", _POINTER),
+        ("cos", _POINTER),
+        ("sin", _POINTER),
+        ("slots", _POINTER),
+        ("keys", _POINTER),
+        ("values", _POINTER),
+        ("threads", _INT),
+    )
+
+
+class DecoderLayerStruct(ctypes.Structure):
+    """`RoseDecoderLayer` of api.h."""
+
+    _fields_ = (
+        ("attention", SelfAttentionStruct),
+        ("up", _POINTER),
+        ("down", _POINTER),
+        ("attention_norm", _POINTER),
+        ("mlp_norm", _POINTER),
+        ("norm_offset", _FLOAT),
+        ("eps", _FLOAT),
+    )
+
+
+class EncoderLayerStruct(ctypes.Structure):
+    """`RoseEncoderLayer` of api.h."""
+
+    _fields_ = (
+        ("attention", SelfAttentionStruct),
+        ("up", _POINTER),
+        ("down", _POINTER),
+        ("attention_norm", _POINTER),
+        ("attention_bias", _POINTER),
+        ("mlp_norm", _POINTER),
+        ("mlp_bias", _POINTER),
+        ("eps", _FLOAT),
+    )
+
+
 # Name, result and arguments of the functions that api.h declares.
 _FUNCTIONS: dict[str, tuple[type[ctypes.c_int64] | None, tuple[Any, ...]]] = {
     "panel_floats": (_SIZE, (_SIZE, _SIZE, _INT)),
@@ -94,6 +144,9 @@ _FUNCTIONS: dict[str, tuple[type[ctypes.c_int64] | None, tuple[Any, ...]]] = {
         (_POINTER, *([_POINTER, _SIZE] * 3), *([_POINTER] * 6), _SIZE, _INT),
     ),
     "embed_and_norm": (None, (*([_POINTER] * 9), _SIZE, _SIZE, _FLOAT, _INT)),
+    "pool": (None, (_POINTER, _POINTER, _POINTER, _INT, _POINTER, _SIZE, _SIZE, _SIZE, _INT)),
+    "decoder_layer": (None, (_POINTER,) * 6),
+    "encoder_layer": (None, (_POINTER,) * 4),
     "attend": (None, (_POINTER, _POINTER, *[_POINTER, _SIZE] * 3, _POINTER, _INT)),
     "store_rows": (
         None,
@@ -114,6 +167,9 @@ class CpuLibrary:
     rms_norm: Function
     norm_and_rotate: Function
     embed_and_norm: Function
+    pool: Function
+    decoder_layer: Function
+    encoder_layer: Function
     attend: Function
     store_rows: Function
 

@@ -2,7 +2,8 @@
 
 Each takes the arguments of the torch function of its name, and returns None for what it does not
 know: another dtype, or tensors that do not lie side by side. Shape letters: T tokens, C channels,
-H query heads, K key/value heads, D head size, R rotary channels, P pages, S slots of a page.
+H query heads, K key/value heads, D head size or pooled channels, R rotary channels, P pages,
+S slots of a page, B sequences.
 """
 
 import ctypes
@@ -15,6 +16,17 @@ from rose.kernels.cpu.library import HeadsStruct, load_library
 
 if TYPE_CHECKING:
     from rose.kernels.heads import HeadNorms, Rotation
+
+# Names of `rose.kernels.pooling.POOLINGS`, by their number in C++.
+POOLING_NUMBERS = {
+    "mean": 0,
+    "mean_sqrt_len": 1,
+    "weightedmean": 2,
+    "max": 3,
+    "cls": 4,
+    "last": 5,
+}
+MIN_POOLED = 16  # channels; pooling works with whole vectors
 
 
 def rms_norm(
@@ -226,6 +238,37 @@ def embed_and_norm(
     return y_TC
 
 
+def pool_and_finish(
+    x_TC: Tensor,
+    cu_seqlens: Tensor,
+    starts: Tensor | None,
+    mode: str,
+    width: int,
+    normalize: bool,
+) -> Tensor | None:
+    """Pool each sequence and keep the first `width` channels; float32 [B, width]."""
+    library, channels = load_library(), x_TC.shape[1]
+    indices = [cu_seqlens] if starts is None else [cu_seqlens, starts]
+    if library is None or normalize or mode not in POOLING_NUMBERS or channels < MIN_POOLED:
+        return None
+    if not (_are_plain(x_TC) and all(_is_int32(t) for t in indices)):
+        return None
+    sequences = cu_seqlens.shape[0] - 1
+    y_BD = x_TC.new_empty((sequences, min(width, channels)))
+    library.pool(
+        x_TC.data_ptr(),
+        cu_seqlens.data_ptr(),
+        None if starts is None else starts.data_ptr(),
+        POOLING_NUMBERS[mode],
+        y_BD.data_ptr(),
+        sequences,
+        channels,
+        y_BD.shape[1],
+        torch.get_num_threads(),
+    )
+    return y_BD
+
+
 def store_kv(
     k_TKD: Tensor, v_TKD: Tensor, keys_PSKD: Tensor, values_PSKD: Tensor, slots_T: Tensor
 ) -> tuple[Tensor, Tensor] | None:
@@ -263,3 +306,7 @@ def _has_dense_heads(*tensors: Tensor) -> bool:
     return all(
         t.dtype == torch.float32 and t.stride(2) == 1 and t.stride(1) == t.shape[2] for t in tensors
     )
+
+
+def _is_int32(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.int32 and tensor.is_contiguous()

@@ -67,6 +67,13 @@ void rose_embed_and_norm(const int64_t* ids, const int64_t* positions, const int
                          const float* type_table, const float* weight, const float* bias, float* y,
                          int64_t rows, int64_t channels, float eps, int32_t threads);
 
+// Pools each sequence of x [tokens, channels] and keeps the first `width` channels: y [sequences, width].
+// cu_seqlens is int32 [sequences + 1], starts int32 [sequences] (leading tokens to leave out) or null.
+// Modes: 0 mean, 1 sum over the root of the count, 2 mean weighted by position, 3 maximum, 4 first, 5
+// last. `channels` is at least as many as a vector has lanes. A sequence without tokens gives zeros.
+void rose_pool(const float* x, const int32_t* cu_seqlens, const int32_t* starts, int32_t mode, float* y,
+               int64_t sequences, int64_t channels, int64_t width, int32_t threads);
+
 // Facts of an attention layer. A query at position p sees keys p - left to p + right. `soft_cap` 0 is
 // none. The bias of a key at distance d (its position minus the query's) to head h is
 // bias[h * bias_width + bias_center + d], or 0 where `bias` is null.
@@ -99,5 +106,54 @@ void rose_attend(const RoseAttention* spec, const RoseSequences* batch, const fl
 // Copies rows of `width` floats of k and v to their slots.
 void rose_store_rows(const float* k, int64_t ldk, const float* v, int64_t ldv, const int64_t* slots,
                      int64_t rows, int64_t width, float* keys, float* values, int32_t threads);
+
+// The attention of a layer: its projections, heads and facts.
+struct RoseSelfAttention {
+  const RoseLinear* qkv;
+  const RoseLinear* output;
+  const RoseHeads* heads;
+  const RoseAttention* spec;
+};
+
+// A batch as one layer sees it. `cos` and `sin` are null where nothing is rotated. With `slots` keys and
+// values go to their slots of `keys` and `values`, and are read there.
+struct RoseBatch {
+  int64_t rows;
+  const RoseSequences* sequences;
+  const float* cos;
+  const float* sin;
+  const int64_t* slots;
+  float* keys;
+  float* values;
+  int32_t threads;
+};
+
+struct RoseDecoderLayer {
+  RoseSelfAttention attention;
+  const RoseLinear* up;
+  const RoseLinear* down;
+  const float* attention_norm;
+  const float* mlp_norm;
+  float norm_offset, eps;
+};
+
+struct RoseEncoderLayer {
+  RoseSelfAttention attention;
+  const RoseLinear* up;
+  const RoseLinear* down;
+  const float* attention_norm;
+  const float* attention_bias;
+  const float* mlp_norm;
+  const float* mlp_bias;
+  float eps;
+};
+
+// A layer with RMS norms before attention and MLP: from x and the residual (null before the first layer)
+// to the MLP's output y and the residual to add to it. All are [rows, channels].
+void rose_decoder_layer(const RoseDecoderLayer* layer, const RoseBatch* batch, const float* x,
+                        const float* residual, float* y, float* next_residual);
+
+// A layer with a layer norm after attention and after the MLP; x and y are [rows, channels].
+void rose_encoder_layer(const RoseEncoderLayer* layer, const RoseBatch* batch, const float* x, float* y);
 
 }  // extern "C"
