@@ -1,10 +1,11 @@
 """Every attention back end against a naive float64 reference.
 
-Each runs on the first device that it can use here. The back ends for GPUs, which serve other shapes,
-are tested in `test_gpu_backends`.
+Each runs on the first device that it can use here, or of those that ROSE_TEST_DEVICES names. The back
+ends for GPUs, which serve other shapes, are tested in `test_gpu_backends`.
 """
 
 import itertools
+import os
 import random
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -53,6 +54,7 @@ class Subject:
     def __init__(self, backend: AttentionBackend) -> None:
         self.backend = backend
         devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+        devices = os.environ.get("ROSE_TEST_DEVICES", " ".join(devices)).split()
         reasons: list[str] = []
         for device in map(torch.device, devices):
             for dtype in (torch.float32, torch.bfloat16):

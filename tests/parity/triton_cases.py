@@ -51,11 +51,15 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 @pytest.fixture(scope="session")
 def check() -> Iterator["Checker"]:
-    """The checker of all cases. ROSE_ERRORS_FILE names a file for the largest errors."""
+    """The checker of all cases. ROSE_ERRORS_FILE names a file for the largest errors.
+
+    Every process that runs cases adds a line to it.
+    """
     checker = Checker()
     yield checker
     if path := os.environ.get("ROSE_ERRORS_FILE"):
-        Path(path).write_text(json.dumps(checker.errors))
+        with Path(path).open("a") as file:
+            file.write(json.dumps(checker.errors) + "\n")
 
 
 class Checker:
