@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from rose._version import __version__
+from rose.serving.commands.bench import bench
 from rose.serving.commands.chat import chat
 from rose.serving.commands.convert import convert
 from rose.serving.commands.embed import embed
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 for command in (serve, engine, gateway, embed, generate, chat, convert, inspect, models):
     app.command()(command)
+app.add_typer(bench, name="bench")
 
 
 @app.callback(invoke_without_command=True)

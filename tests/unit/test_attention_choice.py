@@ -5,10 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from rose.kernels.attention import BACKENDS, choice, table
 from rose.kernels.attention.base import AttentionBackend, AttentionSpec
 from rose.kernels.registry import Registry, UnknownNameError
+from rose.models.loader import load
+from rose.serving import cli
+from tests.tiny import save_decoder
 
 CPU = torch.device("cpu")
 SPEC = AttentionSpec(layer=0, num_heads=4, num_kv_heads=2, head_dim=64, scale=0.1, causal=True)
@@ -147,3 +151,19 @@ def test_a_table_of_another_version_is_none():
     table.path().write_text(json.dumps({"version": 2, "entries": 7}))
     assert table.read() == {}
     assert table.ranking([SPEC], CPU, paged=False) == []
+
+
+def test_the_table_is_written_by_the_command(tmp_path: Path):
+    folder = save_decoder(tmp_path / "model", "qwen3")
+    command = ["bench", "attention", str(folder), "--device", "cpu"]
+    assert CliRunner().invoke(cli.app, [*command, "--dry-run"]).exit_code == 0
+    assert table.read() == {}
+    done = CliRunner().invoke(cli.app, command)
+    assert done.exit_code == 0, done.output
+    assert str(table.path()) in done.output.replace("\n", "")
+    assert {shape.paged for shape in table.read()} == {True, False}
+    specs = load(folder).backbone.attention_specs
+    for paged in (True, False):
+        assert table.ranking(specs, CPU, paged=paged)
+    ragged = table.ranking(specs, CPU, paged=False)
+    assert choice.choose("auto", specs, torch.float32, CPU).name == ragged[0]
