@@ -128,10 +128,12 @@ def read_stream(text: str) -> Answer:
     return answer
 
 
-async def learn_texts(http: httpx.AsyncClient, model: str, seed: int) -> KnownTexts:
-    """Ask for the output of every prompt of the pool, alone and one after another."""
-    texts = [text for text in mixed_texts(4 * POOL, seed, most_words=60) if _is_short(text)]
-    return [await _learn(http, model, i, text) for i, text in enumerate(texts[:POOL])]
+async def learn_texts(
+    http: httpx.AsyncClient, model: str, seed: int, count: int = POOL
+) -> KnownTexts:
+    """Ask for the output of `count` prompts, alone and one after another."""
+    texts = [text for text in mixed_texts(8 * count, seed, most_words=60) if _is_short(text)]
+    return [await _learn(http, model, i, text) for i, text in enumerate(texts[:count])]
 
 
 def _is_short(text: str) -> bool:

@@ -21,7 +21,15 @@ import httpx
 import numpy as np
 from rich.progress import Progress
 
-from tools.generation import KnownTexts, Wish, draw_wish, learn_texts, read_answer, read_stream
+from tools.generation import (
+    POOL,
+    KnownTexts,
+    Wish,
+    draw_wish,
+    learn_texts,
+    read_answer,
+    read_stream,
+)
 from tools.load_test import Known, draw_request, learn, loopback_url, summarise_server
 from tools.mistakes import Mistake, embedding_mistakes, generation_mistakes
 from tools.report import MODELS, Report, add_output_options
@@ -39,6 +47,7 @@ IDLE = {  # gauges of a server that has nothing to do
     "rose_engine_sequences_waiting": 0,
     "rose_engine_kv_pages_used": 0,
 }
+Metrics = dict[str, float]
 COUNTED = ("rose_engine_preemptions", "rose_engine_prefix_hit_tokens", "rose_disconnects")
 
 
@@ -106,6 +115,12 @@ class Soak:
             return "malformed"
         return str(rng.choice(["embedding", "text", "stream", "stream"]))
 
+    async def send_one_of_each(self) -> list[str]:
+        """Send a good request of each kind, and return what is wrong with the answers."""
+        kinds = (self._embedding, self._text, self._stream)
+        faults = [await kind(np.random.default_rng(self._seed)) for kind in kinds]
+        return [f"afterwards: {fault}" for fault in faults if fault]
+
     async def _malformed(self, rng: np.random.Generator) -> str | None:
         mistake = self._target.mistakes[int(rng.integers(len(self._target.mistakes)))]
         answer = await self._http.request(
@@ -133,38 +148,46 @@ class Soak:
 
 
 async def soak(
-    url: str, models: tuple[str, str], options: argparse.Namespace, progress: Progress
-) -> tuple[Found, dict[str, float], dict[str, float]]:
+    url: str,
+    models: tuple[str, str],
+    requests: int,
+    clients: int,
+    seed: int = 0,
+    prompts: int = POOL,
+    progress: Progress | None = None,
+) -> tuple[Found, Metrics, Metrics]:
     """Learn, soak, and wait for the counters to come back.
 
     Args:
         url: Of the server.
         models: Names of the embedder and of the LLM.
+        requests: To send.
+        clients: That send at once, each its next request when the one before has ended.
+        seed: Other texts and requests.
+        prompts: Different ones.
 
     Returns:
         What the clients saw, and the server's metrics before and after.
     """
-    async with _client(url, options.clients) as http:
-        target = await _learn(http, models, options.seed)
+    async with _client(url, clients) as http:
+        target = await _learn(http, models, seed, prompts)
     before = await _idle_metrics(url)
-    task = progress.add_task("requests", total=options.requests)
-    async with _client(url, options.clients) as http:
-        clients = Soak(http, target, options.seed)
-        numbers = iter(range(options.requests))
+    async with _client(url, clients) as http:
+        attacker = Soak(http, target, seed)
+        numbers = iter(range(requests))
+        task = progress.add_task("requests", total=requests) if progress else None
 
         async def client() -> None:
             for number in numbers:
-                await clients.send(number)
-                progress.advance(task)
+                await attacker.send(number)
+                if progress and task is not None:
+                    progress.advance(task)
 
-        await asyncio.gather(*(client() for _ in range(options.clients)))
+        await asyncio.gather(*(client() for _ in range(clients)))
     after = await _idle_metrics(url)
-    async with _client(url, 1) as http:  # it has to work as before
-        last = Soak(http, target, options.seed)
-        for kind in (last._embedding, last._text, last._stream):
-            fault = await kind(np.random.default_rng(options.seed))
-            clients.found.faults += [f"afterwards: {fault}"] if fault else []
-    return clients.found, before, after
+    async with _client(url, 1) as http:
+        attacker.found.faults += await Soak(http, target, seed).send_one_of_each()
+    return attacker.found, before, after
 
 
 def _client(url: str, clients: int) -> httpx.AsyncClient:
@@ -172,7 +195,9 @@ def _client(url: str, clients: int) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=url, limits=limits, timeout=ANSWER_LIMIT_S)
 
 
-async def _learn(http: httpx.AsyncClient, models: tuple[str, str], seed: int) -> Target:
+async def _learn(
+    http: httpx.AsyncClient, models: tuple[str, str], seed: int, prompts: int
+) -> Target:
     embedder, llm = models
     listed = (await http.get("/v1/models")).raise_for_status().json()["data"]
     limits = {item["id"]: item["max_model_len"] for item in listed}
@@ -182,27 +207,27 @@ async def _learn(http: httpx.AsyncClient, models: tuple[str, str], seed: int) ->
         *generation_mistakes(llm, limits[llm]),
     ]
     cheap = [mistake for mistake in mistakes if not mistake.costly]
-    return Target(vectors, await learn_texts(http, llm, seed), cheap)
+    return Target(vectors, await learn_texts(http, llm, seed, prompts), cheap)
 
 
-async def _metrics(url: str) -> dict[str, float]:
+async def _metrics(url: str) -> Metrics:
     async with _client(url, 1) as http:
         text = (await http.get("/metrics")).raise_for_status().text
     lines = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     return {name: float(value) for name, value in lines}
 
 
-async def _idle_metrics(url: str) -> dict[str, float]:
+async def _idle_metrics(url: str) -> Metrics:
     """Read the metrics as soon as the server is idle, or when it had the time to be."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         metrics = await _metrics(url)
-        if not _busy(metrics) or time.monotonic() > deadline:
+        if not busy_gauges(metrics) or time.monotonic() > deadline:
             return metrics
         await asyncio.sleep(0.5)
 
 
-def _busy(metrics: dict[str, float]) -> dict[str, float]:
+def busy_gauges(metrics: Metrics) -> Metrics:
     """The gauges that are not those of an idle server."""
     return {
         name: value
@@ -214,8 +239,8 @@ def _busy(metrics: dict[str, float]) -> dict[str, float]:
 def summarise(
     report: Report,
     found: Found,
-    before: dict[str, float],
-    after: dict[str, float],
+    before: Metrics,
+    after: Metrics,
     requests: int,
 ) -> None:
     """Turn what was seen into tables and bounds."""
@@ -226,7 +251,7 @@ def summarise(
         print(f"  {fault}", file=sys.stderr)
     missing = sorted(set(IDLE) - {name.split("{")[0] for name in after})
     report.check("gauges that /metrics lacks", ", ".join(missing) or "none", "none", not missing)
-    busy = "; ".join(f"`{name}` {value:g}" for name, value in _busy(after).items())
+    busy = "; ".join(f"`{name}` {value:g}" for name, value in busy_gauges(after).items())
     report.check("gauges that did not come back", busy or "none", "none", not busy)
     ends = sorted({end for _, end in found.ends})
     kinds = sorted({kind for kind, _ in found.ends})
@@ -256,7 +281,16 @@ def main() -> int:
         with MemoryWatch(server.pid) as memory:
             began = time.monotonic()
             models = (options.embedder, options.llm)
-            found, before, after = asyncio.run(soak(server.url, models, options, progress))
+            found, before, after = asyncio.run(
+                soak(
+                    server.url,
+                    models,
+                    options.requests,
+                    options.clients,
+                    options.seed,
+                    progress=progress,
+                )
+            )
             report.data["seconds"] = time.monotonic() - began
         summarise(report, found, before, after, options.requests)
         summarise_server(report, memory, server)

@@ -1,4 +1,4 @@
-"""Many clients at once, one request in ten malformed: the short form of tools/load_test.py."""
+"""Many clients at once: the short forms of tools/load_test.py and tools/soak.py."""
 
 import asyncio
 
@@ -8,10 +8,11 @@ import pytest
 from tools.load_test import attack
 from tools.mistakes import embedding_mistakes, generation_mistakes
 from tools.server import MemoryWatch, RunningServer
+from tools.soak import IDLE, busy_gauges, soak
 
 pytestmark = [pytest.mark.golden, pytest.mark.slow]
 
-MODEL = "all-MiniLM-L6-v2"
+MODEL, LLM = "all-MiniLM-L6-v2", "SmolLM2-135M-Instruct"
 REQUESTS, CLIENTS = 300, 16
 
 
@@ -27,14 +28,14 @@ def test_good_requests_get_their_vectors_and_bad_ones_their_errors(server):
         "supervisor",
         "gateway",
         f"engine {MODEL}",
-        "engine SmolLM2-135M-Instruct",
+        f"engine {LLM}",
     }
     assert max(growth.values()) < 64, growth  # MiB, warm-up included
 
 
 def test_every_mistake_is_refused_by_its_field(server):
     facts = {item["id"]: item for item in httpx.get(f"{server.url}/v1/models").json()["data"]}
-    llm = facts["SmolLM2-135M-Instruct"]
+    llm = facts[LLM]
     mistakes = [
         *embedding_mistakes(MODEL, facts[MODEL]["dimensions"], facts[MODEL]["max_model_len"]),
         *generation_mistakes(llm["id"], llm["max_model_len"]),
@@ -45,4 +46,16 @@ def test_every_mistake_is_refused_by_its_field(server):
                 mistake.method, mistake.path, content=mistake.body or None, headers=mistake.headers
             )
             assert mistake.fault_of(answer.status_code, answer.content) is None
+    assert RunningServer(server.url, log=server.log_path).troubles() == []
+
+
+def test_nothing_is_left_of_requests_that_are_cancelled(server):
+    found, _, after = asyncio.run(
+        soak(server.url, (MODEL, LLM), requests=60, clients=12, prompts=8)
+    )
+    assert found.faults == []
+    assert found.total == 60
+    assert sum(count for (_, end), count in found.ends.items() if end == "cancelled") > 5
+    assert set(IDLE) <= {name.split("{")[0] for name in after}
+    assert busy_gauges(after) == {}
     assert RunningServer(server.url, log=server.log_path).troubles() == []
