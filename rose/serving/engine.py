@@ -201,6 +201,7 @@ class EngineServer:
             return
         self._drop(identity)  # what it asked for before, it does not wait for any more
         self._clients[identity] = Client()
+        log.info("%.60r has connected", hello.client)
         welcome = Welcome(PROTOCOL_VERSION, self._served.card)
         self._send(identity, welcome, [self._served.loaded.tokenizer_json])
 
@@ -255,6 +256,7 @@ class EngineServer:
             for identity, client in list(self._clients.items()):
                 client.silent_checks += 1
                 if client.silent_checks > SILENT_CHECKS:
+                    log.warning("a client has been silent for too long: its work is dropped")
                     self._drop(identity)
 
     async def _watch_steps(self) -> None:
@@ -319,6 +321,9 @@ class EngineServer:
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
+            if identity in self._clients:
+                why = "is gone" if error.errno == zmq.EHOSTUNREACH else "does not read"
+                log.info("a client %s: its work is dropped", why)
             self._drop(identity)
 
     def _stats(self) -> Stats:
@@ -379,7 +384,8 @@ _KINDS: tuple[tuple[type[Exception], FailureKind], ...] = (
 def _failure(request_id: int, error: Exception) -> Failure:
     kind: FailureKind = next((kind for cls, kind in _KINDS if isinstance(error, cls)), "internal")
     field = error.field if isinstance(error, RequestError | NonFiniteError) else None
-    return Failure(request_id=request_id, kind=kind, message=str(error), field=field)
+    message = str(error).encode(errors="replace").decode()  # half a surrogate pair cannot be sent
+    return Failure(request_id=request_id, kind=kind, message=message, field=field)
 
 
 def _read_job(request: EmbedRequest, frames: list[bytes]) -> EmbedJob:

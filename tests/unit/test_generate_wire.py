@@ -26,7 +26,8 @@ class Grammars:
     """A compiler whose only schema is broken; it takes its time."""
 
     def matcher(self, schema):
-        raise RequestError(f"{schema} is no schema", "response_format")
+        text = schema.encode().decode("unicode_escape")
+        raise RequestError(f"{text} is no schema", "response_format")
 
 
 @pytest.fixture
@@ -91,6 +92,7 @@ def test_tokens_come_step_by_step_and_end(generation, address):
         ([1], {"logprobs": 10**9}, "logprobs"),
         ([1], {"prompt_logprobs": -2}, "prompt_logprobs"),
         ([1], {"grammar": "{{"}, "response_format"),
+        ([1], {"grammar": r"\ud800"}, "response_format"),
     ],
 )
 def test_the_engine_refuses_what_would_hurt_it(generation, address, ids, options, field):
