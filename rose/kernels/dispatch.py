@@ -18,8 +18,9 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 
+import torch
+
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class Operation(Generic[P, R]):
         """Wrap the torch version."""
         self.reference = reference
         self.name = reference.__name__
-        self._kernels: "dict[torch.device, Kernel | None]" = {}
+        self._kernels: dict[torch.device, Kernel | None] = {}
         update_wrapper(self, reference)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -111,7 +112,10 @@ def find_kernel(name: str, device_type: str) -> Kernel | None:
 
 @cache
 def _has_triton() -> bool:
-    if find_spec("triton") is not None:
-        return True
-    log.warning("triton is not installed: torch computes what its kernels would")
-    return False
+    if find_spec("triton") is None:
+        log.warning("triton is not installed: torch computes what its kernels would")
+        return False
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+        log.warning("the GPU is too old for triton: torch computes what its kernels would")
+        return False
+    return True
