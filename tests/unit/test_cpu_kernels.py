@@ -13,7 +13,7 @@ from rose.kernels import embedding, epilogue, heads, norm
 from rose.kernels.activation import activate
 from rose.kernels.cpu import memory, ops
 from rose.kernels.cpu.build import BuildError, best_level, build, find_compiler
-from rose.kernels.cpu.gemm import ACTIVATION_NUMBERS, PackedMatrix
+from rose.kernels.cpu.gemm import ACTIVATION_NUMBERS, PackedMatrix, Storage
 from rose.kernels.cpu.library import CpuLibrary, load_library, replaced
 from rose.kernels.dispatch import KERNELS, find_kernel
 from rose.kernels.heads import HeadNorms
@@ -125,6 +125,78 @@ def test_rows_do_not_depend_on_each_other(library: CpuLibrary):
         torch.set_num_threads(threads)
 
 
+def fitting_halves(weight: Tensor) -> Tensor:
+    return weight.bfloat16().float()
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("gated", [True, False])
+def test_halves_give_the_same_bits(library: CpuLibrary, size, gated):
+    inputs, outputs = size
+    weight, bias = make_layer(inputs, 2 * outputs if gated else outputs)
+    weight = fitting_halves(weight)
+    settings = {"activation": "silu", "gated": gated}
+    halves = PackedMatrix(library, weight, bias, **settings)
+    floats = PackedMatrix(library, weight, bias, storage=Storage.FLOATS, **settings)
+    assert (halves.storage, 2 * halves.nbytes) == (Storage.HALVES, floats.nbytes)
+    for rows in ROWS:
+        x = torch.randn(rows, inputs)
+        assert torch.equal(halves(x), floats(x))
+    if not gated:
+        ids = torch.randint(0, outputs, (50,))
+        assert torch.equal(halves.rows(ids), weight[ids])
+
+
+def test_what_halves_would_cut_stays_float(library: CpuLibrary):
+    weight = fitting_halves(torch.randn(40, 33))
+    assert PackedMatrix(library, weight).storage is Storage.HALVES
+    weight[39, 32] += 1e-6
+    assert PackedMatrix(library, weight).storage is Storage.FLOATS
+    weight[39, 32] = -0.0
+    special = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0])
+    weight[0, :4] = special
+    matrix = PackedMatrix(library, weight)
+    assert matrix.storage is Storage.HALVES
+    out = matrix.rows(torch.tensor([0]))[0, :4]
+    assert torch.equal(out.nan_to_num(7.0), special.nan_to_num(7.0))
+
+
+def rounded_to_bytes(weight: Tensor, group: int) -> Tensor:
+    """Weights as multiples of a 127th of the largest of their group of inputs."""
+    groups = weight.double().split(group, dim=1)
+    scales = [part.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127 for part in groups]
+    parts = [(part / scale).round() * scale for part, scale in zip(groups, scales, strict=True)]
+    return torch.cat(parts, dim=1)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_bytes_against_their_meaning(library: CpuLibrary, size):
+    inputs, outputs = size
+    weight, bias = make_layer(inputs, outputs)
+    matrix = PackedMatrix(library, weight, bias, storage=Storage.BYTES)
+    meant = rounded_to_bytes(weight, library.group_size())
+    unit = meant.abs().max() / 127
+    ids = torch.arange(outputs)
+    near = (matrix.rows(ids).double() - meant).abs()
+    assert (near <= 1.01 * unit).all()  # halves may be rounded to either side
+    assert (near <= 1e-6).double().mean() > 0.98
+    x = torch.randn(max(ROWS), inputs)
+    together = matrix(x)
+    assert_near(together, linear_f64(x, matrix.rows(ids), bias))
+    for rows in ROWS:
+        assert torch.equal(matrix(x[:rows]), together[:rows])
+
+
+def test_bytes_are_near_the_weights(library: CpuLibrary):
+    weight, bias = make_layer(576, 960)
+    x = torch.randn(20, 576)
+    out = PackedMatrix(library, weight, bias, storage=Storage.BYTES)(x)
+    similarity = F.cosine_similarity(out.double(), linear_f64(x, weight, bias))
+    assert similarity.min() > 0.9999
+    zeros = PackedMatrix(library, torch.zeros(5, 40), storage=Storage.BYTES)
+    assert torch.equal(zeros(torch.randn(3, 40)), torch.zeros(3, 5))
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("activation", sorted(ACTIVATION_NUMBERS))
 def test_what_is_not_finite_stays_so_in_its_row(library: CpuLibrary, bad, activation):
@@ -181,9 +253,10 @@ def test_other_instruction_sets_agree(library: CpuLibrary):
     x = torch.randn(13, 70)
     narrow = CpuLibrary(build("avx2"))
     for activation in ("identity", "gelu", "silu"):
-        expected = PackedMatrix(library, weight, bias, activation=activation)(x)
-        out = PackedMatrix(narrow, weight, bias, activation=activation)(x)
-        assert torch.equal(out, expected)
+        for storage in Storage:
+            settings = {"activation": activation, "storage": storage}
+            expected = PackedMatrix(library, weight, bias, **settings)(x)
+            assert torch.equal(PackedMatrix(narrow, weight, bias, **settings)(x), expected)
 
 
 # --- operations row by row ---

@@ -4,6 +4,7 @@ Shape letters: T tokens, I input channels, O output channels (2 O rows of weight
 """
 
 import ctypes
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -26,8 +27,22 @@ ACTIVATION_NUMBERS = {
 }
 
 
+class Storage(IntEnum):
+    """How the weights of a packed matrix are stored; the values are those of C++."""
+
+    FLOATS = 0
+    HALVES = 1  # bfloat16
+    BYTES = 2  # int8, with a float32 scale for each group of inputs of an output
+
+
+_BYTES_PER_WEIGHT = {Storage.FLOATS: 4, Storage.HALVES: 2, Storage.BYTES: 1}
+
+
 class PackedMatrix:
-    """A float32 weight matrix in panels of columns, with its bias and activation.
+    """A weight matrix in panels of columns, with its bias and activation, computed in float32.
+
+    Weights that bfloat16 holds exactly, as those of most checkpoints of LLMs, are stored as such:
+    the results are the same, and half as much has to come from memory.
 
     A row of a result is the same to the bit whatever the other rows are, and however many.
     """
@@ -40,6 +55,7 @@ class PackedMatrix:
         *,
         activation: str = "identity",
         gated: bool = False,
+        storage: Storage | None = None,
     ) -> None:
         """Pack a copy of the weights. `address` is where the kernels find them.
 
@@ -49,37 +65,43 @@ class PackedMatrix:
             bias_O: float32 [O], where gated [2 O], or None.
             activation: one of `ACTIVATION_NUMBERS`.
             gated: whether results are act(gate) * up.
+            storage: None is the smallest that holds the weights exactly; BYTES rounds them, HALVES
+                cuts off what does not fit.
         """
-        rows, inputs = weight_OI.shape
-        outputs = rows // 2 if gated else rows
+        rows, self.inputs = weight_OI.shape
+        self.outputs, self.gated = rows // 2 if gated else rows, gated
         self.library = library
-        self.inputs, self.outputs, self.gated = inputs, outputs, gated
-        self._panels = empty(library.panel_floats(inputs, outputs, gated))
-        self._bias = None
-        if bias_O is not None:
-            self._bias = empty(library.bias_floats(outputs, gated))
+        if storage is None:
+            exact = library.fit_halves(weight_OI.data_ptr(), weight_OI.numel())
+            storage = Storage.HALVES if exact else Storage.FLOATS
+        self.storage = storage
+        self._allocate(has_bias=bias_O is not None)
         self._struct = LinearStruct(
             self._panels.data_ptr(),
+            _pointer(self._scales),
             _pointer(self._bias),
-            inputs,
-            outputs,
+            self.inputs,
+            self.outputs,
             ACTIVATION_NUMBERS[activation],
             gated,
+            storage,
         )
         self.address = ctypes.addressof(self._struct)
-        library.pack(
-            weight_OI.data_ptr(),
-            _pointer(bias_O),
-            self.address,
-            self._panels.data_ptr(),
-            _pointer(self._bias),
-            torch.get_num_threads(),
-        )
+        weight, bias, threads = weight_OI.data_ptr(), _pointer(bias_O), torch.get_num_threads()
+        library.pack(self.address, weight, bias, threads)
+
+    def _allocate(self, *, has_bias: bool) -> None:
+        columns = self.library.num_panels(self.outputs, self.gated) * self.library.panel_width()
+        groups = -(-self.inputs // self.library.group_size())
+        weights_bytes = columns * self.inputs * _BYTES_PER_WEIGHT[self.storage]
+        self._panels = empty(-(-weights_bytes // 4))
+        self._scales = empty(columns * groups) if self.storage is Storage.BYTES else None
+        self._bias = empty(columns) if has_bias else None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the packed weights."""
-        return self._panels.nbytes
+        return self._panels.nbytes + (0 if self._scales is None else self._scales.nbytes)
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """Return act(x W^T + b), or act(gate) * up: float32 [..., O]."""

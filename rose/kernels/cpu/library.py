@@ -26,11 +26,13 @@ class LinearStruct(ctypes.Structure):
 
     _fields_ = (
         ("panels", _POINTER),
+        ("scales", _POINTER),
         ("bias", _POINTER),
         ("inputs", _SIZE),
         ("outputs", _SIZE),
         ("activation", _INT),
         ("gated", _INT),
+        ("storage", _INT),
     )
 
 
@@ -131,10 +133,12 @@ class EncoderLayerStruct(ctypes.Structure):
 
 
 # Name, result and arguments of the functions that api.h declares.
-_FUNCTIONS: dict[str, tuple[type[ctypes.c_int64] | None, tuple[Any, ...]]] = {
-    "panel_floats": (_SIZE, (_SIZE, _SIZE, _INT)),
-    "bias_floats": (_SIZE, (_SIZE, _INT)),
-    "pack": (None, (_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT)),
+_FUNCTIONS: dict[str, tuple[type[Any] | None, tuple[Any, ...]]] = {
+    "num_panels": (_SIZE, (_SIZE, _INT)),
+    "panel_width": (_SIZE, ()),
+    "group_size": (_SIZE, ()),
+    "fit_halves": (_INT, (_POINTER, _SIZE)),
+    "pack": (None, (_POINTER, _POINTER, _POINTER, _INT)),
     "linear": (None, (_POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _INT)),
     "panel_rows": (None, (_POINTER, _POINTER, _POINTER, _SIZE, _INT)),
     "layer_norm": (None, (*[_POINTER] * 6, _SIZE, _SIZE, _FLOAT, _INT)),
@@ -158,8 +162,10 @@ _FUNCTIONS: dict[str, tuple[type[ctypes.c_int64] | None, tuple[Any, ...]]] = {
 class CpuLibrary:
     """The functions of api.h, without their prefix. Calls release the GIL."""
 
-    panel_floats: Function
-    bias_floats: Function
+    num_panels: Function
+    panel_width: Function
+    group_size: Function
+    fit_halves: Function
     pack: Function
     linear: Function
     panel_rows: Function

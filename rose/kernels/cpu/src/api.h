@@ -8,24 +8,33 @@
 
 extern "C" {
 
+enum RoseStorage : int32_t { kFloats, kHalves, kBytes };
+
 // A packed linear layer. `outputs` counts the channels of the result: a gated layer has twice as many
-// rows of weights, all gates first. `bias` is in the order of the panels, or null.
+// rows of weights, all gates first. `panels` holds rose_num_panels panels of [inputs][rose_panel_width]
+// elements: floats, their upper halves (bfloat16), or bytes with a scale of float for each group of
+// rose_group_size inputs (the last may be smaller), [panels][groups][rose_panel_width]. `bias` is in the
+// order of the panels, or null.
 struct RoseLinear {
-  const float* panels;
-  const float* bias;
+  void* panels;
+  float* scales;
+  float* bias;
   int64_t inputs;
   int64_t outputs;
   int32_t activation;
   int32_t gated;
+  int32_t storage;
 };
 
-// Floats that the panels and the packed bias of a layer take.
-int64_t rose_panel_floats(int64_t inputs, int64_t outputs, int32_t gated);
-int64_t rose_bias_floats(int64_t outputs, int32_t gated);
+int64_t rose_num_panels(int64_t outputs, int32_t gated);
+int64_t rose_panel_width();
+int64_t rose_group_size();
 
-// Packs weight [rows, inputs] and bias [rows] or null for a layer of `linear`'s shape.
-void rose_pack(const float* weight, const float* bias, const RoseLinear* linear, float* panels,
-               float* panel_bias, int32_t threads);
+// Whether the upper halves of floats are all there is of them.
+int32_t rose_fit_halves(const float* weight, int64_t count);
+
+// Packs weight [rows, inputs] and bias [rows] or null into the memory of `linear`.
+void rose_pack(const RoseLinear* linear, const float* weight, const float* bias, int32_t threads);
 
 // y = act(x W^T + b), or act(gate) * up; x [rows, inputs], y [rows, outputs].
 void rose_linear(const RoseLinear* linear, const float* x, int64_t ldx, float* y, int64_t ldy,

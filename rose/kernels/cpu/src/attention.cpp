@@ -181,7 +181,8 @@ void weigh_values(const Rows& values, int64_t begin, int64_t end, int64_t dim, i
     }
     prefetch(values, key + count, end, floats);
     for (int64_t c = 0; c < columns; c += kWidth)
-      kMultiply[rows - 1](weights + key - begin, ldw, from + c, stride, count, sums + c, columns, true);
+      kMultiply<Floats>[rows - 1](weights + key - begin, ldw, {from + c, stride}, count, sums + c,
+                                  columns, true);
     key += count;
   }
 }
@@ -239,8 +240,8 @@ class Head {
     const int64_t width = round_down(end - begin + kWidth - 1);
     load_queries(row, rows);
     for (int64_t key = 0; key < width; key += kWidth)
-      kMultiply[rows - 1](queries_, dim, panels_ + (begin - panels_begin + key) * dim, kWidth, dim,
-                          scores_ + key, width_, false);
+      kMultiply<Floats>[rows - 1](queries_, dim, {panels_ + (begin - panels_begin + key) * dim}, dim,
+                                  scores_ + key, width_, false);
     Vec folded[kRows];  // step by step over all rows: the steps of one row wait for each other
     for (int r = 0; r < rows; ++r) {
       const int64_t at = position(row + r);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <utility>
 
 #include "vector.h"
@@ -17,23 +18,91 @@ constexpr int kAhead = 512 / kWidth;  // steps of k to prefetch ahead
 // Cost of one thread's work, roughly; see `parallel`.
 constexpr double kNsPerFma = 0.02, kNsPerByte = 0.05;
 
+// Ways in which the columns of a panel are stored; `next` gives those of one k after another. What is
+// narrower than float is widened exactly.
+
+struct Floats {
+  const float* at;
+  int64_t stride = kWidth;
+
+  void next(int64_t, Vec (&column)[kVecs]) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; ++v) {
+      column[v] = load(at + v * kLanes);
+      __builtin_prefetch(at + v * kLanes + kAhead * stride);
+    }
+    at += stride;
+  }
+
+  float one(int64_t k, int64_t column) const { return at[k * stride + column]; }
+};
+
+// The upper halves of floats whose lower halves are zero: bfloat16. Those of two neighbouring vectors
+// alternate, so that a shift and a mask take them apart.
+struct Halves {
+  const uint16_t* at;
+
+  static int64_t place(int64_t column) {
+    const int64_t pair = column / (2 * kLanes), rest = column % (2 * kLanes);
+    return pair * 2 * kLanes + rest % kLanes * 2 + rest / kLanes;
+  }
+
+  void next(int64_t, Vec (&column)[kVecs]) {
+    __builtin_prefetch(at + 2 * kAhead * kWidth);
+#pragma GCC unroll 2
+    for (int v = 0; v < kVecs; v += 2) {
+      const VecInt both = (VecInt)load(reinterpret_cast<const float*>(at + v * kLanes));
+      column[v] = (Vec)(both << 16);
+      column[v + 1] = (Vec)(both & static_cast<int32_t>(0xffff0000));
+    }
+    at += kWidth;
+  }
+
+  float one(int64_t k, int64_t column) const {
+    const uint32_t bits = static_cast<uint32_t>(at[k * kWidth + place(column)]) << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+  }
+};
+
+// Whole numbers of 8 bits with a scale for every kGroup of them in a column.
+constexpr int kGroup = 32;
+
+struct Bytes {
+  const int8_t* at;
+  const float* scales;  // [inputs / kGroup][kWidth]
+  Vec scale[kVecs] = {};
+
+  void next(int64_t k, Vec (&column)[kVecs]) {
+    if (k % kGroup == 0) {
+      for (int v = 0; v < kVecs; ++v) scale[v] = load(scales + v * kLanes);
+      scales += kWidth;
+    }
+    __builtin_prefetch(at + 4 * kAhead * kWidth);
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; ++v) column[v] = load_bytes(at + v * kLanes) * scale[v];
+    at += kWidth;
+  }
+
+  float one(int64_t k, int64_t column) const {
+    return at[k * kWidth + column] * scales[k / kGroup * kWidth + column];
+  }
+};
+
 // y[r][c] = sum over k of x[r][k] w[k][c] for R rows and kWidth columns; with `add`, added to y. Every
 // sum is one chain of fused multiply-adds over k in order, so its bits do not depend on R, nor on
 // where a caller that adds has cut the chain.
-template <int R>
-void multiply(const float* x, int64_t ldx, const float* w, int64_t ldw, int64_t inputs, float* y,
-              int64_t ldy, bool add) {
+template <int R, class Columns>
+void multiply(const float* x, int64_t ldx, Columns columns, int64_t inputs, float* y, int64_t ldy,
+              bool add) {
   Vec sums[R][kVecs] = {};
   if (add)
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < kVecs; ++v) sums[r][v] = load(y + r * ldy + v * kLanes);
-  for (int64_t k = 0; k < inputs; ++k, w += ldw) {
+  for (int64_t k = 0; k < inputs; ++k) {
     Vec column[kVecs];
-#pragma GCC unroll 4
-    for (int v = 0; v < kVecs; ++v) {
-      column[v] = load(w + v * kLanes);
-      __builtin_prefetch(w + v * kLanes + kAhead * ldw);
-    }
+    columns.next(k, column);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const Vec value = splat(x[r * ldx + k]);
@@ -45,15 +114,18 @@ void multiply(const float* x, int64_t ldx, const float* w, int64_t ldw, int64_t 
     for (int v = 0; v < kVecs; ++v) store(y + r * ldy + v * kLanes, sums[r][v]);
 }
 
-using Multiply = void (*)(const float*, int64_t, const float*, int64_t, int64_t, float*, int64_t, bool);
+template <class Columns>
+using Multiply = void (*)(const float*, int64_t, Columns, int64_t, float*, int64_t, bool);
 
-template <int... R>
-constexpr std::array<Multiply, sizeof...(R)> multiply_table(std::integer_sequence<int, R...>) {
-  return {multiply<R + 1>...};
+template <class Columns, int... R>
+constexpr std::array<Multiply<Columns>, sizeof...(R)> multiply_table(
+    std::integer_sequence<int, R...>) {
+  return {multiply<R + 1, Columns>...};
 }
 
-// kMultiply[rows - 1] is for that many rows.
-constexpr auto kMultiply = multiply_table(std::make_integer_sequence<int, kRows>());
+// kMultiply<Columns>[rows - 1] is for that many rows.
+template <class Columns>
+constexpr auto kMultiply = multiply_table<Columns>(std::make_integer_sequence<int, kRows>());
 
 // Cuts rows into the fewest blocks of at most kRows, which differ by one row at most.
 struct Blocks {

@@ -8,6 +8,10 @@
 #include <cstdint>
 #include <utility>
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 namespace rose {
 
 #if defined(__AVX512F__)
@@ -68,6 +72,21 @@ inline float sum(Vec x) {
 }
 
 inline float largest(Vec x) { return reduce(x, vmax); }
+
+// Bytes as floats.
+inline Vec load_bytes(const int8_t* at) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtepi32_ps(
+      _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))));
+#elif defined(__AVX2__)
+  return (Vec)_mm256_cvtepi32_ps(
+      _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at))));
+#else
+  Vec x;
+  for (int i = 0; i < kLanes; ++i) x[i] = at[i];
+  return x;
+#endif
+}
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
