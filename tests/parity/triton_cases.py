@@ -155,8 +155,11 @@ def test_norm_of_large_and_small_numbers(check: Checker):
         check("layer_norm", x, torch.ones(100), None, 1e-12)
 
 
+ALIASES = {"gelu_fast", "gelu_new", "linear", "swish"}  # of names that are tested
+
+
 @STRICT
-@pytest.mark.parametrize("name", list(activation.ACTIVATIONS))
+@pytest.mark.parametrize("name", sorted(set(activation.ACTIVATIONS) - ALIASES))
 def test_gated(check: Checker, dtype: torch.dtype, name: str):
     units = {torch.bfloat16: 16, torch.float16: 12, torch.float32: 24}[
         dtype
