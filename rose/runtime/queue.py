@@ -1,6 +1,7 @@
 """The queue of texts to embed, cut into batches by a token budget: first come, first served.
 
-Online jobs go before bulk ones, but every fourth batch that bulk jobs wait for begins with them.
+Online jobs go before bulk ones, but every fourth batch that bulk jobs wait for begins with them,
+unless the online ones have waited for longer: bulk must not be the quicker way through a backlog.
 
 Plain Python and numpy. A job is one request with any number of texts; a batch takes slices of
 jobs from the head of the queue, so that a large request neither blocks the step size nor costs
@@ -134,7 +135,7 @@ class EmbedQueue:
             self._turns_without_bulk = 0
             return [online, bulk]
         self._turns_without_bulk += 1
-        if self._turns_without_bulk < BULK_TURN:
+        if self._turns_without_bulk < BULK_TURN or bulk[0].arrived > online[0].arrived:
             return [online, bulk]
         self._turns_without_bulk = 0
         return [bulk, online]

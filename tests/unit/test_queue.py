@@ -82,6 +82,15 @@ def test_online_goes_before_bulk_and_bulk_is_not_starved():
     assert queue.tokens == 10 * (100 - 10 + 40 - 30)
 
 
+def test_bulk_never_overtakes_online_that_came_before():
+    queue = EmbedQueue()
+    for _ in range(12):
+        queue.add(make_job([10]))
+    queue.add(make_job([10], priority="bulk"))
+    order = [queue.take(10, 10)[0].job.priority for _ in range(13)]
+    assert order == ["online"] * 12 + ["bulk"]
+
+
 def test_a_job_is_untouched_until_a_batch_takes_of_it():
     queue = EmbedQueue()
     for job in (make_job([10, 10]), make_job([10]), make_job([10, 10], priority="bulk")):
