@@ -32,6 +32,7 @@ MOST_TEXTS = 4  # of a request
 SAME = 0.99999  # cosine
 FLAT_MIB, FLAT_SHARE = 16, 0.03  # growth of a process that counts as none
 COSTLY_EVERY = 500  # mistakes
+PERCENTILES = (50, 90, 99, 100)
 
 
 @dataclass(frozen=True)
@@ -87,12 +88,12 @@ class Load:
     """What a run found.
 
     Attributes:
-        seconds: Of each good request that was answered.
+        seconds: Of each good request that was answered, by its priority.
         statuses: How often each came.
         faults: What was wrong, one line each.
     """
 
-    seconds: list[float] = field(default_factory=list)
+    seconds: dict[str, list[float]] = field(default_factory=dict)
     statuses: Counter[int] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     good: int = 0
@@ -176,7 +177,8 @@ class Attack:
         indices, body = draw_request(self._known, rng)
         began = time.perf_counter()
         answer = await self._http.post("/v1/embeddings", json=body)
-        self.load.seconds.append(time.perf_counter() - began)
+        priority = body.get("priority") or "online"
+        self.load.seconds.setdefault(priority, []).append(time.perf_counter() - began)
         self.load.good += 1
         self.load.statuses[answer.status_code] += 1
         if answer.status_code != 200:
@@ -243,17 +245,18 @@ def summarise(
     for fault in load.faults[:20]:
         print(f"  {fault}", file=sys.stderr)
     summarise_server(report, memory, server)
-    ms = 1000 * np.percentile(load.seconds, [50, 90, 99, 100])
-    report.table(
-        f"{load.good} good requests and {load.bad} malformed ones in {load.wall_s:.0f} s",
-        ["requests/s", "p50 ms", "p90 ms", "p99 ms", "max ms", "statuses"],
-        [
-            [
-                f"{sent / load.wall_s:.1f}",
-                *(f"{x:.0f}" for x in ms),
-                ", ".join(f"{status}: {count}" for status, count in sorted(load.statuses.items())),
-            ]
-        ],
+    rows = [
+        [priority, len(seconds), *(f"{1000 * np.percentile(seconds, p):.0f}" for p in PERCENTILES)]
+        for priority, seconds in sorted(load.seconds.items(), reverse=True)
+    ]
+    columns = ["priority", "requests", "p50 ms", "p90 ms", "p99 ms", "max ms"]
+    report.table("good requests: time to the answer", columns, rows)
+    statuses = ", ".join(
+        f"{count} times {status}" for status, count in sorted(load.statuses.items())
+    )
+    report.notes.append(
+        f"{load.good} good requests and {load.bad} malformed ones in {load.wall_s:.0f} s: "
+        f"{sent / load.wall_s:.1f} a second. Answers: {statuses}."
     )
 
 

@@ -156,3 +156,8 @@ def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
     return np.asarray((a * b).sum(axis=1) / lengths)
+
+
+def near_one(cosine: float) -> str:
+    """Write a cosine so that one sees how far from 1 it is."""
+    return f"1 - {max(0.0, 1 - cosine):.0e}" if cosine > 0.99 else f"{cosine:.4f}"
