@@ -12,7 +12,7 @@ namespace rose {
 
 constexpr int kVecs = kLanes == 4 && kRegisters == 32 ? 4 : 2;  // vectors of a panel's width
 constexpr int kWidth = kVecs * kLanes;
-constexpr int kRows = std::min(12, (kRegisters - kVecs - 2) / kVecs);  // whose sums fit in registers
+constexpr int kRows = std::min(13, (kRegisters - kVecs - 2) / kVecs);  // whose sums fit in registers
 constexpr int kAhead = 512 / kWidth;  // steps of k to prefetch ahead
 
 // Cost of one thread's work, roughly; see `parallel`.
