@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rose.kernels.activation import activate, gated
 from rose.kernels.cpu import load_library
-from rose.kernels.cpu.gemm import ACTIVATION_NUMBERS, PackedMatrix
+from rose.kernels.cpu.gemm import ACTIVATION_NUMBERS, PackedMatrix, Storage
 
 
 class LinearOp(Protocol):
@@ -77,6 +77,7 @@ def make_linear(
     *,
     activation: str = "identity",
     gated: bool = False,
+    quantization: str | None = None,
 ) -> LinearOp:
     """Make the fastest layer for these weights.
 
@@ -86,12 +87,27 @@ def make_linear(
         bias_O: [O], where gated [2 O], or None.
         activation: one of `rose.kernels.activation.ACTIVATIONS`.
         gated: whether results are act(gate) * up.
+        quantization: None keeps the weights as they are; "int8" rounds them to 8 bits with a scale
+            for every 32 inputs of an output, and computes with those in float32.
+
+    Raises:
+        ValueError: another quantization, or one that cannot be computed here.
     """
+    if quantization not in (None, "int8"):
+        raise ValueError(f"quantization {quantization!r} is unknown. Known: int8.")
     is_plain = weight_OI.device.type == "cpu" and weight_OI.dtype == torch.float32
     library = load_library() if is_plain else None
     if library is None:
+        if quantization is not None:
+            raise ValueError(
+                f"quantization {quantization!r} takes float32 on a CPU, and its compiled kernels"
+            )
         return TorchLinear(weight_OI, bias_O, activation, gated)
     weight_OI = weight_OI.contiguous()
+    storage = None if quantization is None else Storage.BYTES
     if activation in ACTIVATION_NUMBERS:
-        return PackedMatrix(library, weight_OI, bias_O, activation=activation, gated=gated)
-    return PackedLinear(PackedMatrix(library, weight_OI, bias_O), activation, gated)
+        return PackedMatrix(
+            library, weight_OI, bias_O, activation=activation, gated=gated, storage=storage
+        )
+    matrix = PackedMatrix(library, weight_OI, bias_O, storage=storage)
+    return PackedLinear(matrix, activation, gated)

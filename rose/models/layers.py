@@ -112,9 +112,15 @@ class Projection(WeightedModule):
         assert self.op is not None
         return self.op
 
-    def prepare(self) -> LinearOp:
+    def prepare(self, quantization: str | None = None) -> LinearOp:
         """Hand the weight over to `op`, which may hold it in another form, so there is one copy."""
-        op = make_linear(self.weight, self.bias, activation=self.activation, gated=self.gated)
+        op = make_linear(
+            self.weight,
+            self.bias,
+            activation=self.activation,
+            gated=self.gated,
+            quantization=quantization,
+        )
         self.op = op
         self.register_parameter("weight", None)
         return op
@@ -237,13 +243,22 @@ class FusableLayer(nn.Module):
         raise NotImplementedError
 
 
-def prepare(model: nn.Module) -> None:
-    """Bring the weights of all projections into the form that the device computes fastest with."""
+def prepare(model: nn.Module, quantization: str | None = None) -> None:
+    """Bring the weights of all projections into the form that the device computes fastest with.
+
+    Args:
+        model: filled with weights.
+        quantization: what to round them to, as in `rose.kernels.linear.make_linear`; tables that
+            are tied to a projection follow it.
+
+    Raises:
+        ValueError: the quantization is unknown, or cannot be computed here.
+    """
     ops: dict[int, LinearOp] = {}
     for module in model.modules():
         if isinstance(module, Projection) and module.op is None:
             address = module.weight.data_ptr()
-            ops[address] = module.prepare()
+            ops[address] = module.prepare(quantization)
     for module in model.modules():
         if isinstance(module, Embedding) and module.op is None:
             tied = ops.get(module.weight.data_ptr())

@@ -42,12 +42,12 @@ def save(path, kind, **overrides):
     return write(path, kind, **overrides)
 
 
-def prepared(path) -> LoadedModel:
+def prepared(path, quantization=None) -> LoadedModel:
     """Load a model as it is served."""
     loaded = load(path)
     for model in (loaded.lm, loaded.backbone):
         if isinstance(model, nn.Module):
-            prepare(model)
+            prepare(model, quantization)
     return loaded
 
 
@@ -124,6 +124,17 @@ def test_which_layers_are_one_kernel(tmp_path, kind):
         assert all(layer.block is not None for layer in layers)
     elif kind not in EXPERTS_BY_TORCH:  # which has a layer with an MLP
         assert all(layer.block is None for layer in layers)
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_quantized_models_are_near(tmp_path, kind, monkeypatch):
+    path = save(tmp_path, kind)
+    texts = sequences(70 if kind == "llama" else 40)
+    exact = torch.cat(states_by_kernels(prepared(path), texts, monkeypatch))
+    rounded = torch.cat(states_by_kernels(prepared(path, "int8"), texts, monkeypatch))
+    similarity = torch.cosine_similarity(exact, rounded)
+    assert not torch.equal(exact, rounded)
+    assert similarity.quantile(0.1) > 0.99
 
 
 def test_a_block_leaves_other_attention_to_the_modules(tmp_path, monkeypatch):

@@ -392,6 +392,20 @@ def test_linear_layers_are_packed_where_they_can_be(library: CpuLibrary):
     assert torch.equal(make_linear(weight, activation="tanh").rows(ids), weight[ids])
 
 
+def test_quantized_layers(library: CpuLibrary):
+    weight, bias = make_layer(20, 30)
+    x = torch.randn(5, 20)
+    exact = make_linear(weight, bias, activation="tanh")(x)
+    rounded = make_linear(weight, bias, activation="tanh", quantization="int8")(x)
+    assert 0 < (rounded - exact).abs().max() < 0.02
+    with pytest.raises(ValueError, match="'int3' is unknown"):
+        make_linear(weight, quantization="int3")
+    with pytest.raises(ValueError, match="'int8' takes float32 on a CPU"):
+        make_linear(weight.bfloat16(), quantization="int8")
+    with replaced(None), pytest.raises(ValueError, match="compiled kernels"):
+        make_linear(weight, quantization="int8")
+
+
 def test_packed_weights_lie_on_cache_lines(library: CpuLibrary):
     tensors = [memory.empty(n) for n in (1, 17, 1000, 3 << 20, 12 << 20, 5)]
     assert all(tensor.data_ptr() % memory.ALIGNMENT == 0 for tensor in tensors)

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 class _Block:
-    """What the blocks share: the parts, which must stay alive, and how to enter a batch."""
+    """What the blocks share: the parts, which must stay alive, and how to enter a batch.
+
+    A block serves one thread at a time, as its device's worker does.
+    """
 
     def __init__(self, parts: BlockParts) -> None:
         assert isinstance(parts.qkv, PackedMatrix)
