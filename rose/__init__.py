@@ -1,4 +1,4 @@
-"""ROSE: one engine that serves LLMs, embedders and rerankers."""
+"""ROSE: one engine that serves LLMs and embedders."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

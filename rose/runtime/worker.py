@@ -3,6 +3,7 @@
 On a CPU there is only the first: a step that has run is done.
 """
 
+import atexit
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -40,6 +41,8 @@ class DeviceWorker:
         name = device if isinstance(device, str) else device.name
         self._thread = threading.Thread(target=self._run, name=f"rose-{name}", daemon=True)
         self._thread.start()
+        # The interpreter must not end while the thread is in native code: that aborts the process.
+        atexit.register(self.close)
 
     @property
     def device(self) -> Device | None:
@@ -98,6 +101,7 @@ class DeviceWorker:
         self._thread.join()
         if self._arrivals is not None:
             self._arrivals.close()
+        atexit.unregister(self.close)
 
     def _queue(self, run: Callable[[Future[T]], None]) -> LazyTensor[T]:
         future: Future[T] = Future()

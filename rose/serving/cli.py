@@ -21,7 +21,7 @@ from rose.serving.commands.serve import serve
 
 app = typer.Typer(
     name="rose",
-    help="ROSE, a Runtime-Optimized Serving Engine: serve LLMs, embedders and rerankers.",
+    help="ROSE, a Runtime-Optimized Serving Engine: serve LLMs and embedders.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -443,3 +445,19 @@ def test_buffers_and_steps_in_any_order(machine, steps):
     run_state_machine_as_test(
         machine, settings=settings(max_examples=40, stateful_step_count=steps, deadline=None)
     )
+
+
+def test_a_process_that_never_closes_its_worker_ends_cleanly():
+    script = """
+import torch
+from rose.runtime.worker import DeviceWorker
+worker = DeviceWorker()
+a = torch.ones(600, 600)
+worker.submit(lambda: a @ a).result()
+for _ in range(20):
+    worker.submit(lambda: a @ a @ a)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
