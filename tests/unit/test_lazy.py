@@ -447,17 +447,14 @@ def test_buffers_and_steps_in_any_order(machine, steps):
     )
 
 
-def test_a_process_that_never_closes_its_worker_ends_cleanly():
+def test_a_worker_that_nobody_closed_ends_before_the_interpreter_does():
+    """Native code that is cut off there aborts the process, now and then."""
     script = """
-import torch
+import atexit, threading
+atexit.register(lambda: print([t.name for t in threading.enumerate() if "rose" in t.name]))
 from rose.runtime.worker import DeviceWorker
-worker = DeviceWorker()
-a = torch.ones(600, 600)
-worker.submit(lambda: a @ a).result()
-for _ in range(20):
-    worker.submit(lambda: a @ a @ a)
+DeviceWorker().submit(lambda: 1).result()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[]", "")
