@@ -1,6 +1,7 @@
 """A `rose serve` process tree for tools that attack one: start, watch its memory, read its log."""
 
 import contextlib
+import os
 import re
 import socket
 import subprocess
@@ -8,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,18 +48,30 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def serve(models: Sequence[str | Path], *options: str) -> Iterator[RunningServer]:
+def serve(
+    models: Sequence[str | Path], *options: str, environment: Mapping[str, str] | None = None
+) -> Iterator[RunningServer]:
     """Run `rose serve` on a free port of this machine until the block ends.
+
+    Args:
+        models: Their folders.
+        options: Of the command line.
+        environment: Variables to set beside those of this process.
 
     Raises:
         RuntimeError: it did not become ready, or did not stop with exit code 0 when asked to.
     """
     with tempfile.TemporaryDirectory(prefix="rose-tool-") as folder:
         log = Path(folder) / "log"
-        port = _free_port()
+        port = free_port()
         command = [sys.executable, "-m", "rose", "serve", *map(str, models), "--port", str(port)]
         with log.open("wb") as output:
-            process = subprocess.Popen([*command, *options], stdout=output, stderr=output)
+            process = subprocess.Popen(
+                [*command, *options],
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **(environment or {})},
+            )
         server = RunningServer(f"http://127.0.0.1:{port}", process.pid, log)
         try:
             _wait_ready(process, server)
@@ -70,7 +83,8 @@ def serve(models: Sequence[str | Path], *options: str) -> Iterator[RunningServer
             raise RuntimeError(f"the server ended with exit code {code}\n{log.read_text()}")
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -113,8 +127,7 @@ class MemoryWatch:
     def _watch(self) -> None:
         if self.pid is None:
             return
-        root = psutil.Process(self.pid)
-        tree = {_role(process): process for process in [root, *root.children(recursive=True)]}
+        tree = tree_of(self.pid)
         while not self._done.wait(self.interval_s):
             now = time.monotonic() - self._began
             for name, process in tree.items():
@@ -137,6 +150,29 @@ class MemoryWatch:
         return found
 
 
+def tree_of(pid: int) -> dict[str, psutil.Process]:
+    """The processes of a tree by what they do; several that do the same are numbered from 0."""
+    root = psutil.Process(pid)
+    found: dict[str, list[psutil.Process]] = {}
+    for process in [root, *root.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.setdefault(_role(process), []).append(process)
+    return {
+        f"{role} {number}" if len(same) > 1 else role: process
+        for role, same in found.items()
+        for number, process in enumerate(sorted(same, key=_address))
+    }
+
+
+def _address(process: psutil.Process) -> str:
+    """Where an engine listens."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        words = process.cmdline()
+        if "--bind" in words:
+            return words[words.index("--bind") + 1]
+    return ""
+
+
 def _role(process: psutil.Process) -> str:
     words = process.cmdline()
     for role in ("gateway", "engine"):
@@ -150,5 +186,4 @@ def open_files(pid: int | None) -> dict[str, int]:
     """How many files and sockets each process of a tree has open."""
     if pid is None:
         return {}
-    root = psutil.Process(pid)
-    return {_role(process): process.num_fds() for process in [root, *root.children(recursive=True)]}
+    return {role: process.num_fds() for role, process in tree_of(pid).items()}

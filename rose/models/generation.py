@@ -12,16 +12,19 @@ GENERATION_CONFIG = "generation_config.json"
 def read_generation_card(folder: CheckpointFolder) -> GenerationCard:
     """Read the end tokens and the sampling defaults; generation_config.json wins over config.json.
 
+    `do_sample: false` is a temperature of 0.
+
     Raises:
         CheckpointError: a value is malformed.
     """
     own = folder.json(GENERATION_CONFIG) or {}
     config = folder.json(CONFIG_FILE) or {}
     reader = ConfigReader(own, str(folder.path / GENERATION_CONFIG), "generation")
+    is_greedy = reader.optional("do_sample", bool) is False
     return GenerationCard(
         eos_token_ids=_token_ids(folder, own, config, "eos_token_id"),
         bos_token_id=next(iter(_token_ids(folder, own, config, "bos_token_id")), None),
-        temperature=reader.optional("temperature", float),
+        temperature=0.0 if is_greedy else reader.optional("temperature", float),
         top_k=reader.optional("top_k", int),
         top_p=reader.optional("top_p", float),
         min_p=reader.optional("min_p", float),

@@ -19,7 +19,7 @@ from rose.runtime.errors import RequestError
 from rose.runtime.lazy import LazyTensor
 from rose.runtime.options import Priority, SamplingParams
 from rose.runtime.scheduler import Scheduler
-from rose.runtime.sequence import Finish, Outcome, Sequence, Status, StepPlan
+from rose.runtime.sequence import Finish, Outcome, Sequence, StepPlan
 from rose.runtime.structured import GrammarCompiler, GrammarMatcher
 
 
@@ -43,7 +43,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A sequence ended by a `RequestError`, a `NonFiniteError`, or a fault of the step."""
+    """A sequence ended by a `RequestError`, a `NonFiniteError`, or a fault of a step of its own."""
 
     request_id: Hashable
     error: Exception
@@ -164,7 +164,7 @@ class GenerationLoop:
             return False
         try:
             lazy = self._runtime.step(plan)
-        except Exception as error:  # noqa: BLE001 - reported for every sequence of the step
+        except Exception as error:  # noqa: BLE001 - the scheduler finds out whose it is
             self._unreported += self._fail(plan, error)
             if self._on_arrival is not None:
                 self._on_arrival()
@@ -219,7 +219,7 @@ class GenerationLoop:
     def _land(self, flight: _Flight) -> list[Delta | Failed]:
         try:
             result = flight.lazy.result()
-        except Exception as error:  # noqa: BLE001 - reported for every sequence of the step
+        except Exception as error:  # noqa: BLE001 - the scheduler finds out whose it is
             return [*self._fail(flight.plan, error)]
         self._follow_grammars(flight.plan, result)
         outcomes = self._scheduler.complete(flight.plan, result.tokens)
@@ -229,9 +229,7 @@ class GenerationLoop:
         """Take the new tokens through their grammars; one that cannot go on fails its sequence."""
         for index, row in enumerate(plan.rows):
             grammar, token = row.sequence.grammar, result.tokens[index]
-            if grammar is None or not isinstance(token, int):
-                continue
-            if row.sequence.status is Status.FINISHED:
+            if grammar is None or not isinstance(token, int) or not row.is_wanted:
                 continue
             try:
                 grammar.advance(token)

@@ -91,6 +91,10 @@ class PagePool:
         """Pages that sequences hold."""
         return self.usable_pages - self.available
 
+    def is_free(self, page: int) -> bool:
+        """Whether nobody holds a page and nobody can find it."""
+        return self._refs[page] == 0 and page not in self._idle
+
     def pages_for(self, num_tokens: int) -> int:
         """Return how many pages `num_tokens` tokens need."""
         return -(-num_tokens // self.page_size)

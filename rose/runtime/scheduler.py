@@ -11,6 +11,10 @@ up its pages, waits at its old place in the queue, and is computed again from it
 is never preempted for another, so it always gets on. The pages of a sequence that leaves go back
 when no step in flight uses them any more.
 
+When a step fails as a whole, nobody knows yet whose fault it is. Its sequences are computed again
+from their tokens, each in a step of its own until it has brought its next token: the one that
+fails there too ends by the error, the others have lost nothing but time.
+
 The length limit of a sequence, prompt and output together, is the lesser of `max_model_len` and
 the tokens that fit into the pool. A prompt is refused if it leaves no room for one output token; a
 `max_tokens` beyond the limit is not an error, the sequence then ends by "length" at the limit.
@@ -135,13 +139,11 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None if no sequence can get on before a step in flight is done."""
         plan = StepPlan()
-        preemptions = self.preemptions
-        self._schedule_decodes(plan)
-        partial = [sequence for sequence in self._running if sequence.remaining > 1]
-        reserved = self._reserve(plan, partial)
-        if self.preemptions == preemptions:
-            self._admit(plan, self._max_step_tokens - plan.num_tokens - reserved)
-        self._schedule_chunks(plan, partial, reserved)
+        trial = self._find_trial()
+        if trial is None:
+            self._schedule_all(plan)
+        elif not trial.in_flight:
+            self._take_up(plan, trial, self._max_step_tokens)
         if not plan.rows:
             return None
         plan.scrub.extend(self._scrub)
@@ -163,8 +165,16 @@ class Scheduler:
         return outcomes
 
     def fail(self, plan: StepPlan, error: Exception) -> list[Outcome]:
-        """End the sequences of a step that failed as a whole."""
-        return self.complete(plan, [error] * len(plan.rows))
+        """Take in that a step failed as a whole.
+
+        A sequence that was alone in it ends by `error`; several are computed again, one by one.
+        """
+        self._scrub.extend(page for page in plan.scrub if self.pool.is_free(page))
+        if len(plan.rows) == 1:
+            return self.complete(plan, [error])
+        for row in plan.rows:
+            self._set_back(row)
+        return []
 
     def check(self) -> None:
         """Assert every invariant of the sequences, the slots and the pool."""
@@ -208,6 +218,23 @@ class Scheduler:
             )
         return room
 
+    def _find_trial(self) -> Sequence | None:
+        """Return the sequence that has to run alone now, let in if there is room for it."""
+        for sequence in self._running:
+            if sequence.on_trial:
+                return sequence
+        return self._let_in() if self._waiting and self._waiting[0].on_trial else None
+
+    def _schedule_all(self, plan: StepPlan) -> None:
+        """Take what fits of every sequence."""
+        preemptions = self.preemptions
+        self._schedule_decodes(plan)
+        partial = [sequence for sequence in self._running if sequence.remaining > 1]
+        reserved = self._reserve(plan, partial)
+        if self.preemptions == preemptions:
+            self._admit(plan, self._max_step_tokens - plan.num_tokens - reserved)
+        self._schedule_chunks(plan, partial, reserved)
+
     def _schedule_decodes(self, plan: StepPlan) -> None:
         """Take the next token of every sequence that has one left to compute, oldest first."""
         for sequence in self._running.copy():
@@ -236,19 +263,28 @@ class Scheduler:
             self._take_up(plan, partial[0], budget)
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
-        """Let sequences in from the head of the queue while there is room."""
-        while self._waiting and budget > 0 and len(self._running) < self._max_num_seqs:
-            sequence = self._waiting[0]
-            if sequence in self._leaving or not self._slots:
-                break  # nobody overtakes
-            prefix = self._find(sequence)
-            if self._is_coming(sequence, prefix) or not self._place(sequence, prefix):
+        """Let sequences in from the head of the queue while there is room; nobody overtakes."""
+        while self._waiting and budget > 0 and not self._waiting[0].on_trial:
+            sequence = self._let_in()
+            if sequence is None:
                 break
-            del self._waiting[0]
-            insort(self._running, sequence, key=_rank)
-            sequence.status = Status.RUNNING
-            sequence.slot = self._slots.pop()
             budget -= self._take_up(plan, sequence, budget)
+
+    def _let_in(self) -> Sequence | None:
+        """Let the head of the queue in and return it, if there is room."""
+        sequence = self._waiting[0]
+        if len(self._running) == self._max_num_seqs or not self._slots:
+            return None
+        if sequence in self._leaving:
+            return None
+        prefix = self._find(sequence)
+        if self._is_coming(sequence, prefix) or not self._place(sequence, prefix):
+            return None
+        del self._waiting[0]
+        insort(self._running, sequence, key=_rank)
+        sequence.status = Status.RUNNING
+        sequence.slot = self._slots.pop()
+        return sequence
 
     def _find(self, sequence: Sequence) -> CachedPrefix:
         """Find what is cached of a sequence, all but its last token: that brings the next one."""
@@ -334,7 +370,9 @@ class Scheduler:
             sequence.prompt_rows = max(sequence.prompt_rows, prompt_rows.stop)
         index = sequence.num_outputs if samples else None
         known = end <= len(sequence.token_ids)
-        plan.rows.append(PlanRow(sequence, start, num_tokens, index, prompt_rows, known))
+        plan.rows.append(
+            PlanRow(sequence, start, num_tokens, index, prompt_rows, known, sequence.attempt)
+        )
         sequence.computed = end
         sequence.pending += samples
         sequence.in_flight += 1
@@ -342,25 +380,50 @@ class Scheduler:
 
     def _take(self, index: int, row: PlanRow, result: int | Exception | None) -> Outcome | None:
         """Take in the result of one row; None if nobody waits for it."""
+        outcome = self._advance(index, row, result) if row.is_wanted else None
+        self._land(row)
+        return outcome
+
+    def _set_back(self, row: PlanRow) -> None:
+        """Let the sequence of a failed step start again from its tokens, on trial.
+
+        What the steps behind this one bring for it rests on what was not computed.
+        """
+        sequence = row.sequence
+        if row.is_wanted:
+            self._distrust(sequence)
+            sequence.attempt += 1
+            sequence.on_trial = True
+            sequence.pending = 0
+            if sequence.status is Status.RUNNING:
+                self._leave(sequence, Status.WAITING)
+                insort(self._waiting, sequence, key=_rank)
+        self._land(row)
+
+    def _land(self, row: PlanRow) -> None:
+        """Note that a step in flight is done for a sequence."""
         sequence = row.sequence
         sequence.in_flight -= 1
-        outcome = None
-        if sequence.status is not Status.FINISHED:
-            outcome = self._advance(index, row, result)
+        if row.attempt != sequence.attempt and row.prompt_rows:
+            sequence.prompt_rows = min(sequence.prompt_rows, row.prompt_rows.start)
         if sequence in self._leaving and sequence.in_flight == 0:
             self._give_back(sequence)
-        return outcome
+
+    def _distrust(self, sequence: Sequence) -> None:
+        """Let nobody find the pages of a sequence, and zero them once nobody holds them."""
+        self.pool.forget(sequence.pages)
+        self._suspect.update(sequence.pages)
 
     def _advance(self, index: int, row: PlanRow, result: int | Exception | None) -> Outcome:
         sequence = row.sequence
         if isinstance(result, Exception):
-            self.pool.forget(sequence.pages)
-            self._suspect.update(sequence.pages)
+            self._distrust(sequence)
             self._leave(sequence, Status.FINISHED)
             return Outcome(index, sequence, None, error=result)
         self._register(sequence, row.end)
         finish: Finish | None = None
         if result is not None:
+            sequence.on_trial = False
             finish = sequence.append(result)
         elif sequence.max_outputs == 0 and row.end == sequence.prompt_len:
             finish = "length"

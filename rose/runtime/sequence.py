@@ -41,6 +41,9 @@ class Sequence:
             one's.
         cached_tokens: prompt tokens found in the prefix cache when it was first admitted.
         prompt_rows: leading prompt positions whose log-probabilities need no more computing.
+        attempt: how often it was set back by a step that failed; what steps of an earlier attempt
+            bring does not count.
+        on_trial: set back and not yet proven sound: it has to run alone.
         sampling: the sampler's state; `grammar` is the matcher of its grammar. Opaque here.
     """
 
@@ -65,6 +68,8 @@ class Sequence:
     parent: Parent = ""
     cached_tokens: int | None = None
     prompt_rows: int = 0
+    attempt: int = 0
+    on_trial: bool = False
 
     @property
     def num_outputs(self) -> int:
@@ -108,6 +113,7 @@ class PlanRow:
     `output_index` counts the output token that its last row samples; None samples none.
     `prompt_rows` is the range of prompt positions whose log-probabilities are wanted. `is_known`
     is false for the token of a step in flight, of which the device alone knows the value.
+    `attempt` is the sequence's at the time of planning.
     """
 
     sequence: Sequence
@@ -116,6 +122,14 @@ class PlanRow:
     output_index: int | None
     prompt_rows: range
     is_known: bool
+    attempt: int
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody still waits for what the row brings."""
+        return self.sequence.status is not Status.FINISHED and (
+            self.attempt == self.sequence.attempt
+        )
 
     @property
     def end(self) -> int:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 FIELD = "response_format"
 STUCK = "the output cannot go on under the JSON schema"
+UNUSABLE = "the JSON schema cannot be used"
 ANY_OBJECT = "{}"
 MAX_SCHEMA_CHARS = 100_000
 # Space between JSON tokens: one blank, or a line break and its indentation. Were it unbounded, a
@@ -91,12 +92,12 @@ class GrammarCompiler:
         source = _source(library, schema)
         limits = library.LLParserLimits(verbose_errors=False)
         tokenizer = self._get_tokenizer(library)
-        with _refusing("the JSON schema cannot be used"):
+        with _refusing(UNUSABLE):
             matcher: LLMatcher = library.LLMatcher(tokenizer, source, log_level=0, limits=limits)
             if not matcher.is_error():
                 matcher.compute_bitmask()  # some faults show only now
         if matcher.is_error():
-            raise RequestError(f"the JSON schema cannot be used: {matcher.get_error()}", FIELD)
+            raise RequestError(f"{UNUSABLE}: {_reason(matcher.get_error())}", FIELD)
         return matcher
 
     def _get_tokenizer(self, library: ModuleType) -> "LLTokenizer":
@@ -198,11 +199,25 @@ def _source(library: ModuleType, schema: str) -> str:
         schema = '{"type": "object"}'
     options = {"whitespace_pattern": WHITESPACE, "whitespace_flexible": True, "lenient": False}
     try:
-        json.loads(schema)
-        source: str = library.LLMatcher.grammar_from_json_schema(schema, overrides=options)
+        value = json.loads(schema)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the JSON schema is not valid JSON: {error}", FIELD) from error
+    if not isinstance(value, dict):
+        raise RequestError(f"a JSON schema is an object, found {schema[:100]}", FIELD)
+    try:
+        source: str = library.LLMatcher.grammar_from_json_schema(schema, overrides=options)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{UNUSABLE}: {error}", FIELD) from error
     return source
+
+
+def _reason(error: str) -> str:
+    """What the library says, in words that help whoever wrote the schema."""
+    if error.startswith("NoExtensionBias"):
+        return "no output can follow it, for instance because it refers to itself without end"
+    if error.startswith("oneOf"):
+        return "oneOf is not supported, anyOf is"
+    return error.removesuffix("<non-verbose/>").rstrip()
 
 
 def _largest_id(tokenizer: dict[str, Any]) -> int:

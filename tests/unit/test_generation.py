@@ -1,6 +1,7 @@
 """The generation loop over a toy model: overlap, failures, cancels, log-probabilities, sizes."""
 
 import asyncio
+from contextlib import suppress
 
 import numpy as np
 import psutil
@@ -225,22 +226,44 @@ def test_when_every_token_is_banned_that_request_fails_alone(model, worker):
     assert outputs[1].finish == "length"
 
 
-def test_a_step_that_raises_fails_its_sequences_and_the_loop_goes_on(worker):
+def test_a_step_that_raises_once_costs_nobody_anything(worker):
     torch.manual_seed(4)
     model = ToyModel().eval()
-    rig = Rig(model, worker, seqs=2)
-    params = SamplingParams(max_tokens=6, temperature=0)
-    for index in range(3):
-        rig.add(index, [index, 5], params)
+    rig = Rig(model, worker, seqs=3)
+    params = SamplingParams(
+        max_tokens=6, seed=5, frequency_penalty=1.0, logprobs=1, prompt_logprobs=1
+    )
+    for index in range(4):
+        rig.add(index, [index, 5, 7], params)
+    logits, model.logits = model.logits, None  # not callable: the step raises
     rig.loop.advance()
-    forward, model.logits = model.logits, None  # not callable: the second step raises
-    rig.loop.advance()
-    while rig.loop._flights:
-        rig.collect()
-    assert [type(rig.outputs[n].error) for n in range(3)] == [TypeError, TypeError, type(None)]
-    model.logits = forward
+    with suppress(Exception):
+        rig.loop._flights[0].lazy.result()
+    model.logits = logits
     rig.drain()
-    assert_same(rig.outputs[2], reference(model, [2, 5], params))
+    for index in range(4):
+        assert_same(rig.outputs[index], reference(model, [index, 5, 7], params))
+
+
+def test_only_the_sequence_that_breaks_a_step_fails(worker):
+    torch.manual_seed(4)
+    model = ToyModel().eval()
+    rig = Rig(model, worker)
+    params = SamplingParams(max_tokens=6, temperature=0, logit_bias={13: -100})
+
+    class Backbone(ToyBackbone):
+        def forward(self, batch):
+            if (batch.input_ids == 13).any():
+                raise RuntimeError("no thirteen")
+            return super().forward(batch)
+
+    model.backbone.__class__ = Backbone
+    prompts = [[1, 5], [2, 13], [3, 5], [4, 5]]
+    outputs = rig.run([(prompt, params) for prompt in prompts])
+    assert str(outputs[1].error) == "no thirteen"
+    for index in (0, 2, 3):
+        assert_same(outputs[index], reference(model, prompts[index], params))
+    rig.scheduler.check()
 
 
 def test_a_step_that_cannot_be_launched_fails_its_sequences(model):

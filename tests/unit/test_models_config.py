@@ -531,6 +531,8 @@ def test_generation_settings(folder):
     card = read_generation_card(CheckpointFolder(folder))
     assert (card.eos_token_ids, card.bos_token_id) == ((7,), 1)
     assert (card.temperature, card.top_k, card.top_p, card.min_p) == (0.6, 20, 1.0, None)
+    write(folder / "generation_config.json", {"do_sample": False, "temperature": 0.6})
+    assert read_generation_card(CheckpointFolder(folder)).temperature == 0
     for bad in ({"eos_token_id": "x"}, {"eos_token_id": [1, None]}, {"temperature": "hot"}):
         write(folder / "generation_config.json", bad)
         with pytest.raises(CheckpointError, match=r"generation_config\.json"):

@@ -154,6 +154,19 @@ def test_a_schema_that_cannot_be_followed_is_refused_at_once(schema):
     assert time.monotonic() - start < 2
 
 
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ("3", "a JSON schema is an object, found 3"),
+        ('{"$ref": "#"}', "refers to itself without end"),
+        ('{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "oneOf is not supported, anyOf is"),
+    ],
+)
+def test_the_reason_is_told_in_words_of_the_schema(schema, reason):
+    with pytest.raises(RequestError, match=reason):
+        COMPILER.matcher(schema)
+
+
 def test_the_schema_cannot_lift_the_rules_of_the_server():
     schema = {"x-guidance": {"whitespace_pattern": "[ ]*", "lenient": True}, "not": {}}
     with pytest.raises(RequestError, match="not"):

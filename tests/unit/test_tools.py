@@ -12,6 +12,7 @@ from tools.load_test import Known, loopback_url
 from tools.mistakes import Mistake, embedding_mistakes, generation_mistakes
 from tools.report import Report
 from tools.server import MemoryWatch, RunningServer
+from tools.structured_output import SCHEMAS, fault_of
 from tools.texts import corpus_texts, mixed_texts, skewed_lengths, text_of_tokens
 
 VECTORS = (np.eye(3, 4) + 0.1).astype(np.float32)
@@ -176,3 +177,20 @@ def test_only_this_machine_is_attacked(url):
     with pytest.raises(argparse.ArgumentTypeError):
         loopback_url(url)
     assert loopback_url("http://127.0.0.1:8000/") == "http://127.0.0.1:8000"
+
+
+@pytest.mark.parametrize(
+    ("schema", "content", "finish", "fault"),
+    [
+        ("array", '["a", "b"]', "stop", ""),
+        ("array", '["a"]', "stop", "too short"),
+        ("array", '["a", "b"', "length", "ends by length"),
+        ("array", '["a" "b"]', "stop", "is no JSON"),
+        ("date", '{"day": "2024-02-31", "note": ""}', "stop", "is not a 'date'"),
+        ("any_of", '{"city": "x", "year": 1}', "stop", "not valid under any"),
+    ],
+)
+def test_an_answer_that_breaks_its_schema_is_seen(schema, content, finish, fault):
+    found = fault_of(SCHEMAS[schema], content, finish)
+    assert fault in found
+    assert bool(fault) == bool(found)

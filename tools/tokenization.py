@@ -1,0 +1,110 @@
+#!/usr/bin/env python3
+"""What tokenisation costs: WordPiece, BPE and Unigram, alone and as the gateway does it."""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+
+from rose.models.config import CheckpointFolder
+from rose.models.tokenizer import read_tokenizer_card, read_tokenizer_json
+from rose.serving.gateway.tokenization import Tokenizer
+from tools.report import MODELS, Report, add_output_options
+from tools.texts import mixed_texts, text_of_tokens
+
+KINDS = {
+    "WordPiece": "all-MiniLM-L6-v2",
+    "BPE": "SmolLM2-135M-Instruct",
+    "Unigram": "multilingual-e5-small",
+}
+BATCH = 64
+CHECKED = 2000  # texts whose ids are compared with the library's
+
+
+def load(folder: Path) -> tuple[Tokenizer, tokenizers.Tokenizer]:
+    """The gateway's tokenizer of a model, and the library's own with its offsets."""
+    files = CheckpointFolder(folder)
+    data = read_tokenizer_json(files)
+    plain = tokenizers.Tokenizer.from_buffer(data)
+    plain.no_truncation()
+    plain.no_padding()
+    facts = read_tokenizer_card(files)
+    return Tokenizer(tokenizers.Tokenizer.from_buffer(data), facts), plain
+
+
+def median_us(calls: dict[str, Callable[[], object]], turns: int) -> dict[str, float]:
+    """Median microseconds of each call, in turns."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(turns):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            taken[name].append(time.perf_counter() - start)
+    return {name: 1e6 * float(np.median(times)) for name, times in taken.items()}
+
+
+def measure(
+    kind: str, folder: Path, options: argparse.Namespace, report: Report
+) -> list[list[str]]:
+    """Rows of the table of one tokenizer."""
+    ours, plain = load(folder)
+    texts = mixed_texts(CHECKED, options.seed)
+    expected = [encoding.ids for encoding in plain.encode_batch(texts)]
+    wrong = sum(a.tolist() != b for a, b in zip(ours.encode(texts), expected, strict=True))
+    report.check(
+        f"{kind}: texts with other ids than the library's, of {CHECKED}", wrong, "0", not wrong
+    )
+    rng = np.random.default_rng(options.seed)
+    rows = []
+    for tokens in options.tokens:
+        text = text_of_tokens(rng, tokens, lambda text: len(plain.encode(text).ids))
+        many = [text] * BATCH
+        found = median_us(
+            {
+                "library": lambda text=text: plain.encode(text).ids,
+                "gateway": lambda text=text: ours.encode([text]),
+                "batch": lambda many=many: ours.encode(many),
+            },
+            options.turns,
+        )
+        row = [found["library"], found["gateway"], found["batch"] / BATCH]
+        rows.append([kind, str(tokens), *(f"{value:,.0f}" for value in row)])
+    return rows
+
+
+def main() -> int:
+    """Run the tool."""
+    options = _options()
+    report = Report(
+        "tokenization",
+        "Tokenisation",
+        f"Microseconds a text: the `tokenizers` library's `encode` with offsets, the gateway's way "
+        f"(no offsets, ids as int32) for one text, and for {BATCH} at once on all cores. Median of "
+        f"{options.turns} turns.",
+    )
+    rows: list[list[str]] = []
+    for kind, name in KINDS.items():
+        if (folder := options.models / name).exists():
+            rows += measure(kind, folder, options, report)
+    columns = ["kind", "tokens", "library, one", "gateway, one", f"gateway, {BATCH} at once"]
+    report.table("microseconds a text", columns, rows)
+    report.data["rows"] = rows
+    return report.finish(options)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", type=Path, default=MODELS, help="folder of the models' folders")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16, 512, 4096])
+    parser.add_argument("--turns", type=int, default=41)
+    parser.add_argument("--seed", type=int, default=0)
+    add_output_options(parser)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
