@@ -159,7 +159,10 @@ def test_a_schema_that_cannot_be_followed_is_refused_at_once(schema):
     [
         ("3", "a JSON schema is an object, found 3"),
         ('{"$ref": "#"}', "refers to itself without end"),
-        ('{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "oneOf is not supported, anyOf is"),
+        (
+            '{"oneOf": [{"type": "integer"}, {"type": "number"}]}',
+            "oneOf is not supported, anyOf is",
+        ),
     ],
 )
 def test_the_reason_is_told_in_words_of_the_schema(schema, reason):
