@@ -37,16 +37,24 @@ class Mistake:
         """Say what is wrong with the answer to this request; None if nothing is."""
         if status != self.status:
             return f"{self.name}: status {status} instead of {self.status}: {answer[:200]!r}"
-        try:
-            error = json.loads(answer)["error"]
-            fields = {key: error[key] for key in ("message", "type", "param", "code")}
-        except (ValueError, KeyError, TypeError):
-            return f"{self.name}: not an OpenAI error object: {answer[:200]!r}"
-        if not (isinstance(fields["message"], str) and fields["message"] and fields["type"]):
-            return f"{self.name}: the error says nothing: {answer[:200]!r}"
-        if fields["param"] != self.param:
-            return f"{self.name}: names {fields['param']!r} instead of {self.param!r}"
+        if fault := error_fault(answer):
+            return f"{self.name}: {fault}"
+        param = json.loads(answer)["error"]["param"]
+        if param != self.param:
+            return f"{self.name}: names {param!r} instead of {self.param!r}"
         return None
+
+
+def error_fault(answer: bytes | str) -> str | None:
+    """Say why an answer is no OpenAI error object; None if it is one."""
+    try:
+        error = json.loads(answer)["error"]
+        fields = {key: error[key] for key in ("message", "type", "param", "code")}
+    except (ValueError, KeyError, TypeError):
+        return f"not an OpenAI error object: {answer[:200]!r}"
+    if not (isinstance(fields["message"], str) and fields["message"] and fields["type"]):
+        return f"the error says nothing: {answer[:200]!r}"
+    return None
 
 
 def embedding_mistakes(model: str, dimensions: int, max_model_len: int) -> list[Mistake]:

@@ -170,8 +170,8 @@ async def soak(
         What the clients saw, and the server's metrics before and after.
     """
     async with _client(url, clients) as http:
-        target = await _learn(http, models, seed, prompts)
-    before = await _idle_metrics(url)
+        target = await learn_target(http, models, seed, prompts)
+    before = await idle_metrics(url)
     async with _client(url, clients) as http:
         attacker = Soak(http, target, seed)
         numbers = iter(range(requests))
@@ -184,7 +184,7 @@ async def soak(
                     progress.advance(task)
 
         await asyncio.gather(*(client() for _ in range(clients)))
-    after = await _idle_metrics(url)
+    after = await idle_metrics(url)
     async with _client(url, 1) as http:
         attacker.found.faults += await Soak(http, target, seed).send_one_of_each()
     return attacker.found, before, after
@@ -195,9 +195,10 @@ def _client(url: str, clients: int) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=url, limits=limits, timeout=ANSWER_LIMIT_S)
 
 
-async def _learn(
+async def learn_target(
     http: httpx.AsyncClient, models: tuple[str, str], seed: int, prompts: int
 ) -> Target:
+    """Ask for the vectors and texts that are right, of an embedder and an LLM, one by one."""
     embedder, llm = models
     listed = (await http.get("/v1/models")).raise_for_status().json()["data"]
     limits = {item["id"]: item["max_model_len"] for item in listed}
@@ -210,18 +211,19 @@ async def _learn(
     return Target(vectors, await learn_texts(http, llm, seed, prompts), cheap)
 
 
-async def _metrics(url: str) -> Metrics:
+async def metrics_of(url: str) -> Metrics:
+    """Read the metrics of a server by name and labels."""
     async with _client(url, 1) as http:
         text = (await http.get("/metrics")).raise_for_status().text
     lines = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     return {name: float(value) for name, value in lines}
 
 
-async def _idle_metrics(url: str) -> Metrics:
+async def idle_metrics(url: str) -> Metrics:
     """Read the metrics as soon as the server is idle, or when it had the time to be."""
     deadline = time.monotonic() + SETTLE_S
     while True:
-        metrics = await _metrics(url)
+        metrics = await metrics_of(url)
         if not busy_gauges(metrics) or time.monotonic() > deadline:
             return metrics
         await asyncio.sleep(0.5)

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 import zmq.asyncio
+from msgspec.structs import replace
 from zmq.utils.monitor import recv_monitor_message
 
 from rose.models.card import ModelCard
@@ -109,7 +110,7 @@ class EngineClient:
     @property
     def stats(self) -> Stats:
         """The engine's numbers; counters go on when it is started again."""
-        return self._stats.current
+        return replace(self._stats.current, ready=int(self.ready))
 
     def start(self) -> None:
         """Connect, in the running event loop. The monitor comes first, or it could miss that."""

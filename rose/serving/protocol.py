@@ -49,6 +49,19 @@ class EmbedRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     trace: str = ""
 
 
+class ScoreRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Client: score a batch of texts, or of pairs of texts that are joined already.
+
+    Frames: lengths int32 [B] (tokens per text), ids int32 [sum of lengths] and, for models that
+    want them, segments (0 or 1) int32 [sum of lengths]. Answered by an `EmbedResult` whose rows are
+    raw scores, float32, one per label.
+    """
+
+    request_id: int
+    priority: Priority = "online"
+    trace: str = ""
+
+
 class GenerateRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Client: continue a prompt. Frame: the prompt's ids int32 [T].
 
@@ -149,9 +162,10 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters (see `COUNTERS`) and gauges of an engine, for health and metrics.
 
     A request is queued until its first step, then it runs until its answer; one whose sequence was
-    preempted is queued again.
+    preempted is queued again. `ready` is 1 while the engine takes work, as its client sees it.
     """
 
+    ready: int = 0
     requests_running: int = 0
     requests_queued: int = 0
     tokens_queued: int = 0

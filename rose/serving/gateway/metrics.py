@@ -14,6 +14,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _MODEL = ["model"]
 _ENGINE_NUMBERS: dict[str, tuple[type[GaugeMetricFamily] | type[CounterMetricFamily], str]] = {
+    "ready": (GaugeMetricFamily, "Engines (replicas) that take work."),
     "requests_running": (GaugeMetricFamily, "Requests being computed."),
     "requests_queued": (GaugeMetricFamily, "Requests that no step has begun with."),
     "tokens_queued": (GaugeMetricFamily, "Tokens in the queue."),
