@@ -3,6 +3,17 @@
 import signal
 
 import pytest
+from hypothesis import Phase, settings
+
+# Without the phase that explains failures, which traces every line of every run to be able to. The
+# same examples in every run: whoever wants others says `--hypothesis-profile default`.
+settings.register_profile(
+    "rose",
+    phases=[phase for phase in Phase if phase is not Phase.explain],
+    derandomize=True,
+    deadline=None,
+)
+settings.load_profile("rose")
 
 
 @pytest.fixture(scope="session", autouse=True)
