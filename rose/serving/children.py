@@ -49,6 +49,7 @@ class Child:
         self._looked = 0.0
         self._start_again: float | None = None
         self._failures = 0
+        self._asked = False  # to end and be started again
         self.restarts = 0
 
     @property
@@ -78,7 +79,7 @@ class Child:
             raise
         finally:
             os.close(writing)
-        self._heartbeat, self._start_again = reading, None
+        self._heartbeat, self._start_again, self._asked = reading, None, False
         self._up_since, self._silent_s, self._looked = None, 0.0, time.monotonic()
 
     def _environment(self, heartbeat: int) -> dict[str, str]:
@@ -105,7 +106,11 @@ class Child:
             if time.monotonic() >= self._start_again:
                 self._restart()
         elif (end := self._ended()) is not None:
-            self._plan_restart(end)
+            if self._asked:
+                self.close()
+                self._restart()
+            else:
+                self._plan_restart(end)
         elif self._frozen():
             log.error("%s gives no sign of life and is killed", self.name)
             self.kill()
@@ -116,6 +121,13 @@ class Child:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
+
+    def restart(self, reason: str) -> None:
+        """Let the process finish and end; `keep_running` starts it again then."""
+        if not self._asked:
+            log.warning("%s is started again: %s", self.name, reason)
+            self._asked = True
+            self.terminate()
 
     def kill(self) -> None:
         """End the process now. One that the kernel does not let go is left behind."""
@@ -139,6 +151,11 @@ class Child:
         if self._heartbeat is not None:
             os.close(self._heartbeat)
             self._heartbeat = None
+
+    def bad_end(self) -> str | None:
+        """Say how the process ended if it was neither well nor by being asked to."""
+        code = self._process.poll() if self._process is not None else None
+        return None if code in (None, 0, -signal.SIGTERM) else describe_end(code)
 
     def _ended(self) -> str | None:
         """Say how the process ended; None while it runs."""

@@ -22,6 +22,10 @@ PR_SET_PDEATHSIG = 1
 BACKLOG = 2048
 
 
+class SupervisorGoneError(OSError):
+    """The process that started this one, and that it may not outlive, has ended."""
+
+
 class JsonLines(logging.Formatter):
     """Writes a record as one line of JSON."""
 
@@ -63,13 +67,24 @@ def die_with_parent() -> None:
 
 
 async def beat() -> None:
-    """Tell the supervisor, if there is one, that this event loop turns, until cancelled."""
+    """Tell the supervisor, if there is one, that this event loop turns, until cancelled.
+
+    Raises:
+        SupervisorGoneError: it has ended; where the kernel tells no child of that, this does.
+    """
     pipe = os.environ.get(HEARTBEAT_VARIABLE)
     while True:
         if pipe is not None:
-            with contextlib.suppress(BlockingIOError, BrokenPipeError):  # it is slow, or gone
-                os.write(int(pipe), b".")
+            with contextlib.suppress(BlockingIOError):  # it is slow
+                _beat_once(int(pipe))
         await asyncio.sleep(HEARTBEAT_S)
+
+
+def _beat_once(pipe: int) -> None:
+    try:
+        os.write(pipe, b".")
+    except BrokenPipeError:
+        raise SupervisorGoneError("the supervisor is gone") from None
 
 
 def waker(event: asyncio.Event) -> Callable[[], None]:

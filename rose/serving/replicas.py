@@ -86,6 +86,10 @@ class ReplicaSet:
 
     # What they are
 
+    def add(self, client: EngineClient) -> None:
+        """Balance over one more engine."""
+        self._replicas.append(Replica(client))
+
     @property
     def card(self) -> ModelCard | None:
         """The card of the first replica that is ready; if none is, of the first that ever was."""

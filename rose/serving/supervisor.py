@@ -1,16 +1,13 @@
 """`rose serve`: starts the engines and the gateway as one process tree, and ends them together."""
 
-import contextlib
 import http.client
 import json
 import logging
 import shlex
-import shutil
 import signal
 import socket
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -19,8 +16,9 @@ from typing import Any
 
 import msgspec
 
-from rose.serving.children import Child
+from rose.serving.children import Child, ChildFailedError
 from rose.serving.process import KEYS_VARIABLE, listen, stop_signals
+from rose.serving.socket_folder import SocketFolder
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +26,7 @@ POLL_S = 0.05
 PROBE_TIMEOUT_S = 0.5
 GATEWAY_STOP_S = 70.0  # it drains for 60
 ENGINE_STOP_S = 10.0  # without a gateway they have nothing left to do
+SOCKETS_CHECK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +81,12 @@ class Supervisor:
         self._engine_options, self._gateway_options = engine_options, gateway_options
         self._secrets = {name: value for name, value in secrets.items() if value}
         self._children: list[Child] = []
+        self._sockets: dict[Path, Child] = {}  # and the engine that listens there
         self._signals = 0
+        self._faults: list[str] = []  # of the way in which the tree ended
 
     def run(self) -> int:
-        """Run until a signal asks to stop; returns 0 then.
+        """Run until a signal asks to stop; return 0, or 1 if a process had to be killed then.
 
         Raises:
             OSError: the port is taken; nothing has been started then.
@@ -94,17 +95,19 @@ class Supervisor:
         """
         for number in stop_signals():
             signal.signal(number, self._count_signal)
-        with listen(self._host, self._port) as listener, _socket_folder() as folder:
+        with listen(self._host, self._port) as listener, SocketFolder() as folder:
             try:
-                self._start(folder, listener)
+                self._start(folder.path, listener)
                 if self._wait_ready():
                     self._announce()
-                    self._keep_running()
+                    self._keep_running(folder)
                 log.info("stopping")
-                return 0
             finally:
                 listener.close()  # or connections would wait here for a gateway that has gone
                 self._stop()
+        if self._faults:
+            log.error("not stopped cleanly: %s", "; ".join(self._faults))
+        return 1 if self._faults else 0
 
     def _count_signal(self, _number: int, _frame: FrameType | None) -> None:
         """Note a signal; the loops look. Raising here could hit the start of a process halfway."""
@@ -113,11 +116,13 @@ class Supervisor:
     def _start(self, folder: Path, listener: socket.socket) -> None:
         addresses = []
         for index, (model, replica) in enumerate(product(self._models, range(self._replicas))):
-            address = f"ipc://{folder}/{index}.sock"
+            path = folder / f"{index}.sock"
+            address = f"ipc://{path}"
             addresses += ["--engine", f"{model.name}={address}"]
             command = ["engine", model.path, "--name", model.name, "--bind", address]
             name = f"engine {model.name}" + (f" {replica}" if self._replicas > 1 else "")
-            self._children.append(Child(name, [*command, *self._engine_options], secrets={}))
+            self._sockets[path] = Child(name, [*command, *self._engine_options], secrets={})
+            self._children.append(self._sockets[path])
         fd = listener.fileno()
         command = ["gateway", "--listen-fd", str(fd), *addresses, *self._gateway_options]
         self._children.append(Child("gateway", command, secrets=self._secrets, inherit=[fd]))
@@ -134,11 +139,31 @@ class Supervisor:
             time.sleep(POLL_S)
         return False
 
-    def _keep_running(self) -> None:
+    def _keep_running(self, folder: SocketFolder) -> None:
+        checked = time.monotonic()
         while not self._signals:
             for child in self._children:
                 child.keep_running()
+            if time.monotonic() - checked > SOCKETS_CHECK_S:
+                checked = time.monotonic()
+                self._check_sockets(folder)
             time.sleep(POLL_S)
+
+    def _check_sockets(self, folder: SocketFolder) -> None:
+        """See that every engine can be reached by a gateway that is started again.
+
+        An engine whose socket somebody removed goes on serving the gateway that it is connected
+        to, so engines are started again one by one.
+        """
+        try:
+            if folder.restore():
+                log.error("%s was removed by somebody and is made again", folder.path)
+        except OSError as error:
+            message = f"the folder of the sockets was removed and cannot be made again: {error}"
+            raise ChildFailedError(message) from error
+        lost = [child for path, child in self._sockets.items() if child.up and not path.exists()]
+        if lost and all(child.up for child in self._children):
+            lost[0].restart("its socket was removed")
 
     def _get(self, path: str) -> bytes | None:
         """Ask the gateway; None unless it answers 200."""
@@ -190,7 +215,8 @@ class Supervisor:
         self._end(self._children[:-1], ENGINE_STOP_S)
 
     def _end(self, children: Sequence[Child], limit_s: float) -> None:
-        for child in children:
+        asked = [child for child in children if not child.wait(0)]
+        for child in asked:
             child.terminate()
         deadline = time.monotonic() + limit_s
         while running := [child for child in children if not child.wait(0)]:
@@ -200,6 +226,10 @@ class Supervisor:
         for child in running:
             log.warning("%s did not end in time and is killed", child.name)
             child.kill()
+            self._faults.append(f"{child.name} did not end in time and was killed")
+        for child in asked:
+            if child not in running and (end := child.bad_end()) is not None:
+                self._faults.append(f"{child.name} {end}")
         for child in children:
             child.close()
 
@@ -218,13 +248,3 @@ def _curl(url: str, body: dict[str, Any], *, keyed: bool) -> str:
     key = f' -H "Authorization: Bearer ${KEYS_VARIABLE}"' if keyed else ""
     data = shlex.quote(json.dumps(body, ensure_ascii=False))
     return f"curl {url} -H 'Content-Type: application/json'{key} -d {data}"
-
-
-@contextlib.contextmanager
-def _socket_folder() -> Iterator[Path]:
-    """Make a private folder for the tree's sockets, and remove it at the end."""
-    folder = Path(tempfile.mkdtemp(prefix="rose-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -13,6 +13,7 @@ import openai
 import pytest
 import uvicorn
 
+from rose.serving.gateway import http_protocol
 from rose.serving.gateway.app import create_app
 from rose.serving.gateway.http_protocol import HttpProtocol
 from rose.serving.gateway.settings import GatewaySettings
@@ -108,7 +109,7 @@ def test_many_clients_that_leave(slow):
 def test_a_client_that_leaves_amid_its_body(live):
     calls = len(live.client.calls)
     connection = live.send(post(b'{"input":', length=100))
-    wait_until(lambda: live.app.state.gateway.requests_in_flight == 1)
+    wait_until(lambda: live.app.state.gateway.bytes_in_flight > 0)
     connection.close()
     wait_until(lambda: live.idle)
     assert len(live.client.calls) == calls
@@ -128,6 +129,26 @@ def test_a_body_shorter_than_announced():
         answer = connection.recv(1000)
     assert answer.startswith(b"HTTP/1.1 400")
     assert b"did not arrive" in answer
+
+
+def test_bodies_that_do_not_come_keep_nobody_out():
+    with Live(StubClient(), max_concurrent_requests=4) as server, contextlib.ExitStack() as stack:
+        for _ in range(20):
+            stack.enter_context(server.send(post(b'{"input":', length=100)))
+        wait_until(lambda: server.app.state.gateway.bytes_in_flight == 20 * len(b'{"input":'))
+        assert httpx.post(f"{server.url}/v1/embeddings", json={"input": "a"}).status_code == 200
+
+
+def test_neither_nonsense_nor_upgrades_fill_the_log(live, caplog, monkeypatch):
+    monkeypatch.setattr(http_protocol._no_http, "_said", None)
+    for _ in range(50):
+        with live.send(b"nonsense\r\n\r\n") as connection:
+            assert connection.recv(100).startswith(b"HTTP/1.1 400")
+    upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+    with live.send(b"GET /health HTTP/1.1\r\nHost: x\r\n" + upgrade + b"\r\n") as connection:
+        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert lines == ["refused a request that is not valid HTTP, from 127.0.0.1"]
 
 
 def test_too_large_is_said_before_the_body_is_sent():

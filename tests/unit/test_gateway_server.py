@@ -51,15 +51,9 @@ def wait_line(process, words):
     raise AssertionError(f"the gateway never said {words!r}")
 
 
-def test_an_engine_without_a_name_is_waited_for_and_a_signal_ends_the_wait(gateway, tmp_path):
-    process, _ = gateway("--engine", f"ipc://{tmp_path}/none.sock")
-    wait_line(process, "waiting for the engine")
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 0
-
-
-def test_a_named_engine_may_come_later(gateway, tmp_path):
-    process, url = gateway("--engine", f"toy=ipc://{tmp_path}/none.sock")
+@pytest.mark.parametrize("name", ["toy=", ""])
+def test_an_engine_may_come_later(gateway, tmp_path, name):
+    process, url = gateway("--engine", f"{name}ipc://{tmp_path}/none.sock")
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         try:
@@ -70,6 +64,9 @@ def test_a_named_engine_may_come_later(gateway, tmp_path):
     assert answer.status_code == 503
     assert "connecting to the engine" in answer.json()["error"]["message"]
     assert httpx.get(f"{url}/health").status_code == 200
+    for body in ({"input": "a"}, {"input": "a", "model": "toy"}):
+        answer = httpx.post(f"{url}/v1/embeddings", json=body)
+        assert "connecting to the engine" in error_of(answer, 503)["message"]
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 0
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -37,6 +38,8 @@ def stop(*_):
 signal.signal(signal.SIGTERM, stop)
 if os.environ.get("FAIL") == role:
     sys.exit(3)
+if "--bind" in sys.argv:
+    open(sys.argv[sys.argv.index("--bind") + 1].removeprefix("ipc://"), "w").close()
 if role == "gateway":
     listener = socket.socket(fileno=int(sys.argv[sys.argv.index("--listen-fd") + 1]))
     say(f"key {os.environ.get('ROSE_API_KEY')}")
@@ -175,9 +178,28 @@ def test_a_second_signal_ends_everything_at_once(tree):
     running.process.send_signal(signal.SIGTERM)
     running.wait_for("gateway asked to stop")
     began = time.monotonic()
-    assert running.stop() == 0
+    assert running.stop() == 1
     assert time.monotonic() - began < 10
-    assert "gateway did not end in time and is killed" in running.output.read_text()
+    last = running.output.read_text().splitlines()[-1]
+    assert "not stopped cleanly: gateway did not end in time and was killed; engine m did" in last
+
+
+def test_a_child_that_outlasts_the_drain_is_killed_and_told_of(tree):
+    limits = "import rose.serving.supervisor as s; s.GATEWAY_STOP_S = s.ENGINE_STOP_S = 0.3\n"
+    running = tree(before=limits, STOP_S_engine="60").serving()
+    assert running.stop() == 1
+    last = running.output.read_text().splitlines()[-1]
+    assert last.endswith("not stopped cleanly: engine m did not end in time and was killed")
+
+
+def test_a_child_that_dies_while_it_drains_is_told_of(tree):
+    running = tree(STOP_S_gateway="60").serving()
+    pid = int(running.wait_for(r"gateway started (\d+)"))
+    running.process.send_signal(signal.SIGTERM)
+    running.wait_for("gateway asked to stop")
+    os.kill(pid, signal.SIGKILL)
+    assert running.process.wait(30) == 1
+    assert "not stopped cleanly: gateway was ended by SIGKILL" in running.output.read_text()
 
 
 def test_a_signal_while_models_load_stops_too(tree):
@@ -239,6 +261,34 @@ def test_the_folder_of_the_sockets_is_private_and_goes_away(tree, tmp_path):
     assert folder.stat().st_mode & 0o077 == 0
     running.stop()
     assert list(tmp_path.glob("rose-*")) == []
+
+
+def test_engines_whose_sockets_were_removed_are_started_again_one_by_one(tree, tmp_path):
+    running = tree(names=("m", "n"), TMPDIR=str(tmp_path), STOP_S_engine="0.3").serving()
+    (folder,) = tmp_path.glob("rose-*")
+    pids = [running.wait_for(rf"{name} started (\d+)") for name in "mn"]
+    shutil.rmtree(folder)
+    running.wait_for("m started", times=2)
+    running.wait_for("n started", times=2)
+    assert "was removed by somebody and is made again" in running.output.read_text()
+    lines = running.notes.read_text().splitlines()
+    assert lines.index("m ends") < lines.index("n asked to stop") or lines.index(
+        "n ends"
+    ) < lines.index("m asked to stop")
+    assert pids != [running.wait_for(rf"{name} started (\d+)") for name in "mn"]
+    assert sorted(path.name for path in folder.iterdir()) == ["0.sock", "1.sock", "owner"]
+    assert running.stop() == 0
+    assert list(tmp_path.glob("rose-*")) == []
+
+
+def test_a_folder_that_cannot_be_made_again_ends_the_tree_with_a_reason(tree, tmp_path):
+    (tmp_path / "tmp").mkdir()
+    running = tree(TMPDIR=str(tmp_path / "tmp")).serving()
+    shutil.rmtree(tmp_path / "tmp")
+    (tmp_path / "tmp").touch()
+    assert running.process.wait(30) == 1
+    last = running.output.read_text().splitlines()[-1]
+    assert "error: the folder of the sockets was removed and cannot be made again" in last
 
 
 def test_a_command_survives_the_shell():

@@ -30,6 +30,15 @@ class Gateway:
         for pool in (self.pool, self.heavy_pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
+    def check_place(self) -> None:
+        """See that there is a place, without taking it.
+
+        Raises:
+            ApiError: 429, there is none.
+        """
+        if self.requests_in_flight >= self.settings.max_concurrent_requests:
+            raise _overloaded("Too many requests are being served.")
+
     @contextmanager
     def place(self) -> Iterator[None]:
         """A place among the requests that are served.
@@ -37,8 +46,7 @@ class Gateway:
         Raises:
             ApiError: 429, there is none.
         """
-        if self.requests_in_flight >= self.settings.max_concurrent_requests:
-            raise _overloaded("Too many requests are being served.")
+        self.check_place()
         self.requests_in_flight += 1
         try:
             yield

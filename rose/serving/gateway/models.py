@@ -89,10 +89,29 @@ class ModelTable:
     def __init__(self, clients: Mapping[str, EngineClient]) -> None:
         self._models = {name: ServedModel(name, client) for name, client in clients.items()}
 
+        self.unnamed: dict[str, EngineClient] = {}
+        """Engines, by address, whose models are not known yet: they have not answered so far."""
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._models.values())
 
     def named(self, name: str) -> ServedModel:
+    def add(self, name: str, client: EngineClient) -> None:
+        """Serves one more model."""
+        self._models[name] = ServedModel(name, client)
+
+    def unready_reasons(self) -> list[str]:
+        """Why not every model takes work; empty if all do."""
+        unnamed = [
+            f"The engine at {address} has not told yet what it serves: {client.unready_reason}."
+            for address, client in self.unnamed.items()
+        ]
+        return [model.unavailable().message for model in self if not model.client.ready] + unnamed
+
+    def _check_all_known(self) -> None:
+        """Raises 503 while a model may be served that is not known yet."""
+        if self.unnamed:
+            raise ApiError(503, " ".join(self.unready_reasons()), code="unavailable")
+
         """The model of a name.
 
         Raises:
@@ -101,6 +120,7 @@ class ModelTable:
         model = self._models.get(name)
         if model is None:
             known = ", ".join(f"'{known}'" for known in self._models) or "none"
+            self._check_all_known()
             message = f"The model '{name[:200]}' is not served here; served: {known}."
             raise ApiError(404, message, param="model", code="model_not_found")
         return model
@@ -135,3 +155,4 @@ class ModelTable:
             return next(iter(fit.values()))
         names = ", ".join(f"'{name}'" for name in self._models) or "none"
         raise bad_request(f"'model' is missing; served: {names}.", "model")
+        self._check_all_known()

@@ -135,12 +135,15 @@ class Endpoint:
     async def _with_body(self, request: Request, exchange: Exchange) -> Response:
         gateway, settings = self.gateway, self.gateway.settings
         check_content_type(request)
-        with gateway.place(), gateway.memory() as memory:
+        gateway.check_place()
+        with gateway.memory() as memory:
+            # A body that does not come keeps nobody out: its place is taken when it is there.
             raw = await read_body(
                 request, settings.max_body_bytes, settings.body_timeout_s, memory.grow
             )
-            work = self._decode_and_handle(request, raw, exchange)
-            return await unless_disconnected(request.receive, work)
+            with gateway.place():
+                work = self._decode_and_handle(request, raw, exchange)
+                return await unless_disconnected(request.receive, work)
 
     async def _decode_and_handle(
         self, request: Request, raw: bytes, exchange: Exchange

@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 from rose.serving.client import EngineClient
 from rose.serving.gateway.app import create_app
 from rose.serving.gateway.http_protocol import HttpProtocol
+from rose.serving.gateway.models import ModelTable
 from rose.serving.gateway.settings import GatewaySettings
 from rose.serving.process import beat, stop_event
 from rose.serving.replicas import ReplicaSet
@@ -26,6 +27,7 @@ DRAIN_LIMIT_S = 60
 LAST_WORDS_S = 5.0  # for telling clients that their request is cut off
 
 NamedAddress = tuple[str | None, str]
+NamedClient = tuple[str | None, EngineClient]
 
 
 def run_gateway(engines: Sequence[str], settings: GatewaySettings, listener: socket.socket) -> None:
@@ -79,29 +81,48 @@ def parse_engine(argument: str) -> NamedAddress:
 
 
 async def _serve_models(
-    named: Sequence[tuple[str | None, EngineClient]],
+    named: Sequence[NamedClient],
     settings: GatewaySettings,
     listener: socket.socket,
     stop: asyncio.Event,
 ) -> None:
-    models: dict[str, list[EngineClient]] = {}
+    sets: dict[str, ReplicaSet] = {}
+    table = ModelTable({})
     for name, client in named:
-        name = name or await _ask_name(client, stop)
         if name is None:
-            return
-        models.setdefault(name, []).append(client)
-    sets = {name: ReplicaSet(replicas) for name, replicas in models.items()}
-    await _serve_http(create_app(sets, settings), listener, stop)
+            table.unnamed[client.address] = client
+        else:
+            _enlist(name, client, sets, table)
+    naming = [
+        asyncio.create_task(_learn_name(client, sets, table))
+        for client in list(table.unnamed.values())
+    ]
+    try:
+        await _serve_http(create_app(table, settings), listener, stop)
+    finally:
+        for task in naming:
+            task.cancel()
+        await asyncio.gather(*naming, return_exceptions=True)
 
 
-async def _ask_name(client: EngineClient, stop: asyncio.Event) -> str | None:
-    """Wait for an engine and return its name; None if it is time to stop."""
+def _enlist(
+    name: str, client: EngineClient, sets: dict[str, ReplicaSet], table: ModelTable
+) -> None:
+    """Serve an engine as a model, or as one more replica of one."""
+    if name in sets:
+        sets[name].add(client)
+    else:
+        sets[name] = ReplicaSet([client])
+        table.add(name, sets[name])
+
+
+async def _learn_name(client: EngineClient, sets: dict[str, ReplicaSet], table: ModelTable) -> None:
+    """Wait for an engine and serve it under the name that it gives."""
     log.info("waiting for the engine at %s", client.address)
-    waits = [asyncio.create_task(client.wait_ready()), asyncio.create_task(stop.wait())]
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    for wait in waits:
-        wait.cancel()
-    return client.card.name if client.card is not None else None
+    await client.wait_ready()
+    assert client.card is not None
+    _enlist(client.card.name, client, sets, table)
+    del table.unnamed[client.address]
 
 
 async def _serve_http(app: Starlette, listener: socket.socket, stop: asyncio.Event) -> None:

@@ -21,10 +21,8 @@ async def health(_: Call[None]) -> Response:
 
 async def ready(call: Call[None]) -> Response:
     """Answers 200 when every engine takes work."""
-    waiting = [model for model in call.gateway.table if not model.client.ready]
-    if waiting:
-        reasons = " ".join(model.unavailable().message for model in waiting)
-        raise ApiError(503, reasons, code="unavailable")
+    if reasons := call.gateway.table.unready_reasons():
+        raise ApiError(503, " ".join(reasons), code="unavailable")
     return json_response(Ready(models=[model.name for model in call.gateway.table]))
 
 
