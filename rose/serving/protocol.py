@@ -49,19 +49,6 @@ class EmbedRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     trace: str = ""
 
 
-class ScoreRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Client: score a batch of texts, or of pairs of texts that are joined already.
-
-    Frames: lengths int32 [B] (tokens per text), ids int32 [sum of lengths] and, for models that
-    want them, segments (0 or 1) int32 [sum of lengths]. Answered by an `EmbedResult` whose rows are
-    raw scores, float32, one per label.
-    """
-
-    request_id: int
-    priority: Priority = "online"
-    trace: str = ""
-
-
 class GenerateRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Client: continue a prompt. Frame: the prompt's ids int32 [T].
 

@@ -84,11 +84,11 @@ class ReplicaSet:
         assert clients
         self._replicas = [Replica(client) for client in clients]
 
-    # What they are
-
     def add(self, client: EngineClient) -> None:
         """Balance over one more engine."""
         self._replicas.append(Replica(client))
+
+    # What they are
 
     @property
     def card(self) -> ModelCard | None:

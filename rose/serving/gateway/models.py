@@ -88,13 +88,12 @@ class ModelTable:
 
     def __init__(self, clients: Mapping[str, EngineClient]) -> None:
         self._models = {name: ServedModel(name, client) for name, client in clients.items()}
-
         self.unnamed: dict[str, EngineClient] = {}
         """Engines, by address, whose models are not known yet: they have not answered so far."""
+
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._models.values())
 
-    def named(self, name: str) -> ServedModel:
     def add(self, name: str, client: EngineClient) -> None:
         """Serves one more model."""
         self._models[name] = ServedModel(name, client)
@@ -112,6 +111,7 @@ class ModelTable:
         if self.unnamed:
             raise ApiError(503, " ".join(self.unready_reasons()), code="unavailable")
 
+    def named(self, name: str) -> ServedModel:
         """The model of a name.
 
         Raises:
@@ -119,8 +119,8 @@ class ModelTable:
         """
         model = self._models.get(name)
         if model is None:
-            known = ", ".join(f"'{known}'" for known in self._models) or "none"
             self._check_all_known()
+            known = ", ".join(f"'{known}'" for known in self._models) or "none"
             message = f"The model '{name[:200]}' is not served here; served: {known}."
             raise ApiError(404, message, param="model", code="model_not_found")
         return model
@@ -153,6 +153,6 @@ class ModelTable:
                 fit.setdefault(id(model.client), model)
         if len(fit) == 1:
             return next(iter(fit.values()))
+        self._check_all_known()
         names = ", ".join(f"'{name}'" for name in self._models) or "none"
         raise bad_request(f"'model' is missing; served: {names}.", "model")
-        self._check_all_known()
