@@ -31,7 +31,8 @@ class EmbeddingCard(msgspec.Struct, frozen=True, kw_only=True):
     nothing). `prompts` are text prefixes by name; `default_prompt_name` is the one that applies
     when a request names none. `chat` is given where texts, and with them prompts, pass through the
     chat template; prompts are pooled there. `quantizer` says how codes of whole numbers are made,
-    see `rose.models.output`.
+    see `rose.models.output`. `chunk_separator` is the token that stands between the chunks of a
+    document where the model was trained so; None where nothing does.
     """
 
     dimensions: int
@@ -43,6 +44,7 @@ class EmbeddingCard(msgspec.Struct, frozen=True, kw_only=True):
     pools_prompt: bool = True
     chat: ChatTexts | None = None
     quantizer: Literal["scale", "tanh"] = "scale"
+    chunk_separator: int | None = None
 
 
 class PairTemplate(msgspec.Struct, frozen=True, kw_only=True):

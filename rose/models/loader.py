@@ -243,6 +243,7 @@ def _embedding_card(plan: Plan, recipe: "Recipe") -> EmbeddingCard:
         pools_prompt=recipe.pooling.include_prompt or plan.chat is not None,
         chat=plan.chat,
         quantizer=recipe.quantizer,
+        chunk_separator=recipe.chunk_separator,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from rose.models.architecture import Architecture, ModelConfig
 from rose.models.card import ChatTexts, Task
 from rose.models.config import CONFIG_FILE, CheckpointFolder, ConfigReader, Setting
+from rose.models.contextual import add_separator
 from rose.models.errors import CheckpointError
 from rose.models.limits import max_length
 from rose.models.recipe import Recipe, read_recipe, transformer_path
@@ -121,7 +122,8 @@ def _add_recipe(plan: Plan) -> None:
     """Add what sentence-transformers' files say."""
     settings, file = transformer_settings(plan.core)
     module = read_transformer_module(plan.core, EMBED)
-    recipe = plan.recipe = read_recipe(plan.folder, causal=plan.config.causal)
+    recipe = read_recipe(plan.folder, causal=plan.config.causal)
+    recipe = plan.recipe = add_separator(plan.core, recipe)
     reader = ConfigReader(settings, str(plan.core.path / file), "sentence-transformers", file)
     plan.lowercase = reader.get("do_lower_case", False, bool)
     plan.chat = module.chat

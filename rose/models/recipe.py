@@ -41,7 +41,8 @@ class Recipe:
 
     `modules` run in this order after pooling; a trailing normalisation is not among them but in
     `normalize`, and a quantiser in `quantizer`, so that a request can cut the vector before them.
-    `truncate_dim` is the width to which the checkpoint itself cuts its vectors.
+    `truncate_dim` is the width to which the checkpoint itself cuts its vectors. `chunk_separator`
+    is the token between the chunks of a document, where the model was trained with one.
     """
 
     pooling: PoolingModule
@@ -52,6 +53,7 @@ class Recipe:
     default_prompt_name: str | None = None
     truncate_dim: int | None = None
     matryoshka: tuple[int, ...] = ()
+    chunk_separator: int | None = None
     settings: tuple[Setting, ...] = ()
     warnings: tuple[str, ...] = ()
 

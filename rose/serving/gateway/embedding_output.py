@@ -1,7 +1,8 @@
 """From vectors to the body of an embedding answer."""
 
 import binascii
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,8 @@ NUMBERS_PER_CALL = 1 << 16
 Vectors = npt.NDArray[np.generic]
 
 
-def check_finite(vectors: Vectors) -> None:
-    """Refuses NaN and infinity, for which JSON has no form.
+def check_finite(vectors: Vectors, counts: Sequence[int] | None = None) -> None:
+    """Refuses NaN and infinity, for which JSON has no form; `counts` are the rows of each text.
 
     Raises:
         ApiError: 500, naming the text.
@@ -26,7 +27,8 @@ def check_finite(vectors: Vectors) -> None:
         return
     finite = np.isfinite(vectors).all(axis=1)
     if not finite.all():
-        index = int(np.argmin(finite))
+        row = int(np.argmin(finite))
+        index = row if counts is None else int(np.searchsorted(np.cumsum(counts), row, "right"))
         message = f"The model's vector for 'input[{index}]' is not finite."
         raise ApiError(500, message, param=f"input[{index}]", code="non_finite")
 
@@ -41,8 +43,34 @@ def encode_answer(vectors: Vectors, as_base64: bool, model: str, usage: dict[str
         usage: Token counts to report.
     """
     tail = orjson.dumps({"model": model, "usage": usage})
-    rows = b",".join(_rows(np.ascontiguousarray(vectors), as_base64))
-    return b'{"object":"list","data":[' + rows + b"]," + tail[1:]
+    return b'{"object":"list","data":[' + _joined_rows(vectors, as_base64) + b"]," + tail[1:]
+
+
+def encode_documents(
+    vectors: Vectors, counts: Sequence[int], as_base64: bool, model: str, usage: dict[str, int]
+) -> bytes:
+    """The JSON body of vectors of chunks; see `encode_answer`.
+
+    Args:
+        vectors: [chunks of all documents, width].
+        counts: Chunks of each document.
+        as_base64: Whether a vector is the base64 of its bytes.
+        model: Name to report.
+        usage: Token counts to report.
+    """
+    ends = list(accumulate(counts))
+    documents = (
+        b'{"object":"list","index":%d,"data":[' % i
+        + _joined_rows(vectors[end - count : end], as_base64)
+        + b"]}"
+        for i, (end, count) in enumerate(zip(ends, counts, strict=True))
+    )
+    tail = orjson.dumps({"model": model, "usage": usage})
+    return b'{"object":"list","data":[' + b",".join(documents) + b"]," + tail[1:]
+
+
+def _joined_rows(vectors: Vectors, as_base64: bool) -> bytes:
+    return b",".join(_rows(np.ascontiguousarray(vectors), as_base64))
 
 
 def _rows(vectors: Vectors, as_base64: bool) -> Iterator[bytes]:
