@@ -92,7 +92,8 @@ class Child:
         }
 
     def check_started(self) -> None:
-        """Raise `ChildFailedError` if the process has ended."""
+        """Look for a first heartbeat; raise `ChildFailedError` if the process has ended."""
+        self._listen()
         if (end := self._ended()) is not None:
             raise ChildFailedError(f"{self.name} {end}; its message is above")
 
@@ -164,6 +165,11 @@ class Child:
 
     def _frozen(self) -> bool:
         """Whether it has been silent for too long since its first heartbeat."""
+        self._listen()
+        return self.up and self._silent_s > FROZEN_S
+
+    def _listen(self) -> None:
+        """Take in heartbeats, or count the time without."""
         assert self._heartbeat is not None
         now = time.monotonic()
         self._silent_s += min(now - self._looked, LONGEST_TURN_S)
@@ -172,7 +178,6 @@ class Child:
             if os.read(self._heartbeat, 4096):
                 self._silent_s = 0.0
                 self._up_since = self._up_since or now
-        return self.up and self._silent_s > FROZEN_S
 
     def _restart(self) -> None:
         self.restarts += 1

@@ -11,6 +11,7 @@ from rose._version import __version__
 from rose.serving.commands.bench import bench
 from rose.serving.commands.chat import chat
 from rose.serving.commands.convert import convert
+from rose.serving.commands.curve_keys import keys
 from rose.serving.commands.embed import embed
 from rose.serving.commands.engine import engine
 from rose.serving.commands.gateway import gateway
@@ -27,7 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (serve, engine, gateway, embed, generate, chat, convert, inspect, models):
+for command in (serve, engine, gateway, embed, generate, chat, convert, inspect, models, keys):
     app.command()(command)
 app.add_typer(bench, name="bench")
 

@@ -23,7 +23,8 @@ from zmq.utils.monitor import recv_monitor_message
 from rose.models.card import ModelCard
 from rose.runtime.options import EmbedOptions, OutputDtype, Priority, SamplingParams
 from rose.serving import protocol
-from rose.serving.client_api import EmbedAnswer, EngineError
+from rose.serving.client_api import EmbedAnswer, EngineError, ScoreAnswer
+from rose.serving.curve import NO_HANDSHAKE, Keys
 from rose.serving.protocol import (
     PROTOCOL_VERSION,
     Cancel,
@@ -47,6 +48,9 @@ log = logging.getLogger(__name__)
 
 PING_INTERVAL_S = 1.0
 MAX_SILENT_PINGS = 5
+NO_ENTRY = zmq.EVENT_HANDSHAKE_FAILED_AUTH
+BAD_KEY = "the engine refuses this gateway's key"
+BAD_HANDSHAKE = "the keys of this gateway and of the engine do not fit, or one of them has none"
 
 NUMPY_DTYPES: dict[OutputDtype, str] = {
     "float32": "<f4",
@@ -63,13 +67,15 @@ Answer = tuple[EmbedResult, list[Any]]
 class EngineClient:
     """Talks to the engine at one address."""
 
-    def __init__(self, context: "zmq.asyncio.Context", address: str) -> None:
-        """Make a client; `start` connects it.
+    def __init__(
+        self, context: "zmq.asyncio.Context", address: str, keys: Keys | None = None
+    ) -> None:
+        """Make a client; `start` connects it. Over tcp it uses keys, if there are any.
 
         Raises:
             AddressError: the address cannot be used.
         """
-        self.address = check_peer(address)
+        self.address = check_peer(address, keyed=keys is not None)
         self._card: ModelCard | None = None
         self._tokenizer_json = b""
         self._stats = LastingStats()
@@ -82,7 +88,7 @@ class EngineClient:
         self._greeted = -math.inf  # when the last hello was sent, on the monotonic clock
         self._connected = False
         self._closing = False
-        self._socket = make_dealer(context, self.address)
+        self._socket = make_dealer(context, self.address, keys)
         self._tasks: list[asyncio.Task[None]] = []
 
     # State
@@ -114,7 +120,7 @@ class EngineClient:
 
     def start(self) -> None:
         """Connect, in the running event loop. The monitor comes first, or it could miss that."""
-        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | NO_HANDSHAKE | NO_ENTRY
         monitor = self._socket.get_monitor_socket(events)
         loops = (self._receive_loop(), self._heartbeat_loop(), self._monitor_loop(monitor))
         self._tasks = [asyncio.create_task(loop) for loop in loops]
@@ -348,7 +354,18 @@ class EngineClient:
                 self._greet()
             else:
                 self._stats.lost()
+                self._disconnected(event["event"])
+
+    def _disconnected(self, event: int) -> None:
+        """Note why there is no connection; keys that do not fit are said in the log, once."""
+        if event == zmq.EVENT_DISCONNECTED:
+            if self._unready_reason not in (BAD_KEY, BAD_HANDSHAKE):  # the cause, just told
                 self._lose("the connection to the engine broke")
+            return
+        reason = BAD_KEY if event == NO_ENTRY else BAD_HANDSHAKE
+        if reason != self._unready_reason:
+            log.error("engine at %s: %s", self.address, reason)
+        self._lose(reason)
 
     async def _read_out(self) -> None:
         """Let the receive loop take in what had arrived before the connection broke."""

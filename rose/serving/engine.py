@@ -21,6 +21,7 @@ from rose.runtime.build import ModelOptions, ServedModel, build
 from rose.runtime.errors import NonFiniteError, RequestError
 from rose.runtime.queue import EmbedJob
 from rose.serving import protocol
+from rose.serving.curve import Doorkeeper, Keys
 from rose.serving.embed_service import EmbedService, FinishedEmbed, OverloadedError
 from rose.serving.generate_service import GenerateService, Key
 from rose.serving.graph_grids import graph_counts, graph_grids
@@ -45,7 +46,14 @@ from rose.serving.protocol import (
     TokensDelta,
     Welcome,
 )
-from rose.serving.transport import bind_router, bound_address, received, send_now
+from rose.serving.score_service import ScoreService
+from rose.serving.transport import (
+    bind_router,
+    bound_address,
+    received,
+    send_now,
+    takes_keys,
+)
 
 log = logging.getLogger(__name__)
 
@@ -344,31 +352,46 @@ class EngineServer:
         return replace(stats, **numbers)
 
 
-def run_engine(options: ModelOptions, address: str) -> None:
+def run_engine(options: ModelOptions, address: str, keys: Keys | None = None) -> None:
     """Load a model, serve it at `address`, and return once a signal asked to stop.
 
-    Clients can connect from the start; they are welcomed once the model is loaded.
+    Clients can connect from the start; they are welcomed once the model is loaded. With keys only
+    gateways that have theirs may.
 
     Raises:
         ValueError: the model, an option or the address cannot be used.
         EngineFailedError: the engine cannot go on.
     """
     context = zmq.asyncio.Context()
-    socket = bind_router(context, address)
+    doors: list[Doorkeeper] = []
+
+    def guard(socket: "zmq.asyncio.Socket") -> None:
+        assert keys is not None
+        doors.append(Doorkeeper(context, socket, keys))
+
+    socket = bind_router(context, address, guard if keys and takes_keys(address) else None)
     try:
         served = build(options)
-        asyncio.run(_serve(served, socket))
+        asyncio.run(_serve(served, socket, doors))
         served.close()  # not after a failure: it would wait for a step that may hang
     finally:
         context.destroy(linger=0)
 
 
-async def _serve(served: ServedModel, socket: "zmq.asyncio.Socket") -> None:
+async def _serve(
+    served: ServedModel, socket: "zmq.asyncio.Socket", doors: Sequence[Doorkeeper]
+) -> None:
     stop = stop_event()
+    guarding = [asyncio.create_task(door.run()) for door in doors]
     try:
         log.info("ready at %s", bound_address(socket))
         await EngineServer(socket, served).run(stop)
     finally:
+        for task in guarding:
+            task.cancel()
+        await asyncio.gather(*guarding, return_exceptions=True)
+        for door in doors:
+            door.close()
         socket.close(linger=LAST_WORDS_MS)
     log.info("stopped")
 

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from rose.serving.children import Child, ChildFailedError
-from rose.serving.process import KEYS_VARIABLE, listen, stop_signals
+from rose.serving.process import KEYS_VARIABLE, listen, stop_signals, unverified
 from rose.serving.socket_folder import SocketFolder
 
 log = logging.getLogger(__name__)
@@ -67,20 +67,26 @@ class Supervisor:
         host: str,
         port: int,
         replicas: int = 1,
+        gateway_workers: int = 1,
+        tls: bool = False,
         engine_options: Sequence[str] = (),
         gateway_options: Sequence[str] = (),
         secrets: Mapping[str, str],
     ) -> None:
         """Prepare the tree; the options are passed on to `rose engine` and `rose gateway`.
 
+        `tls` says that the gateway's options make it speak TLS.
         `secrets` reach the gateway by its environment, where other users cannot read them.
         """
         self._models = models
         self._replicas = replicas
+        self._gateway_workers = gateway_workers
+        self._tls = tls
         self._host, self._port = host, port
         self._engine_options, self._gateway_options = engine_options, gateway_options
         self._secrets = {name: value for name, value in secrets.items() if value}
-        self._children: list[Child] = []
+        self._engines: list[Child] = []
+        self._gateways: list[Child] = []
         self._sockets: dict[Path, Child] = {}  # and the engine that listens there
         self._signals = 0
         self._faults: list[str] = []  # of the way in which the tree ended
@@ -109,6 +115,10 @@ class Supervisor:
             log.error("not stopped cleanly: %s", "; ".join(self._faults))
         return 1 if self._faults else 0
 
+    @property
+    def _children(self) -> list[Child]:
+        return [*self._engines, *self._gateways]
+
     def _count_signal(self, _number: int, _frame: FrameType | None) -> None:
         """Note a signal; the loops look. Raising here could hit the start of a process halfway."""
         self._signals += 1
@@ -122,20 +132,25 @@ class Supervisor:
             command = ["engine", model.path, "--name", model.name, "--bind", address]
             name = f"engine {model.name}" + (f" {replica}" if self._replicas > 1 else "")
             self._sockets[path] = Child(name, [*command, *self._engine_options], secrets={})
-            self._children.append(self._sockets[path])
+            self._engines.append(self._sockets[path])
         fd = listener.fileno()
         command = ["gateway", "--listen-fd", str(fd), *addresses, *self._gateway_options]
-        self._children.append(Child("gateway", command, secrets=self._secrets, inherit=[fd]))
+        for number in range(self._gateway_workers):
+            name, words = "gateway", command
+            if self._gateway_workers > 1:
+                name = f"gateway {number}"
+                words = [*command, "--worker", f"{number}/{self._gateway_workers}/{folder}"]
+            self._gateways.append(Child(name, words, secrets=self._secrets, inherit=[fd]))
         for child in self._children:
             child.start()
 
     def _wait_ready(self) -> bool:
         """Wait until all models are ready; False if a signal came first."""
         while not self._signals:
-            if self._get("/ready") is not None:
-                return True
             for child in self._children:
                 child.check_started()
+            if all(child.up for child in self._gateways) and self._get("/ready") is not None:
+                return True
             time.sleep(POLL_S)
         return False
 
@@ -167,8 +182,11 @@ class Supervisor:
 
     def _get(self, path: str) -> bytes | None:
         """Ask the gateway; None unless it answers 200."""
-        connection = http.client.HTTPConnection(
-            self._reachable_host, self._port, timeout=PROBE_TIMEOUT_S
+        where = (self._reachable_host, self._port)
+        connection = (
+            http.client.HTTPSConnection(*where, timeout=PROBE_TIMEOUT_S, context=unverified())
+            if self._tls
+            else http.client.HTTPConnection(*where, timeout=PROBE_TIMEOUT_S)
         )
         keys = self._secrets.get(KEYS_VARIABLE, "").split()
         headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
@@ -187,7 +205,7 @@ class Supervisor:
 
     def _announce(self) -> None:
         host = f"[{self._reachable_host}]" if ":" in self._reachable_host else self._reachable_host
-        url = f"http://{host}:{self._port}"
+        url = f"http{'s' if self._tls else ''}://{host}:{self._port}"
         example = self._example(url)
         print(  # noqa: T201 - the lines that a person waits for
             f"\nROSE serves {', '.join(model.name for model in self._models)} on {url}\n"
@@ -207,12 +225,12 @@ class Supervisor:
         return _curl(url + path, {"model": name, **fields}, keyed=bool(self._secrets))
 
     def _stop(self) -> None:
-        """Stop the gateway first, so that it can answer what the engines still work on.
+        """Stop the gateways first, so that they can answer what the engines still work on.
 
         A second signal ends everything at once.
         """
-        self._end(self._children[-1:], GATEWAY_STOP_S)
-        self._end(self._children[:-1], ENGINE_STOP_S)
+        self._end(self._gateways, GATEWAY_STOP_S)
+        self._end(self._engines, ENGINE_STOP_S)
 
     def _end(self, children: Sequence[Child], limit_s: float) -> None:
         asked = [child for child in children if not child.wait(0)]

@@ -5,13 +5,15 @@ import contextlib
 import os
 import socket as sockets
 import stat
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
 import zmq
 import zmq.asyncio
+
+from rose.serving.curve import Keys, ask_for
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
@@ -27,12 +29,12 @@ class AddressError(ValueError):
     """An address that a socket cannot or must not use."""
 
 
-def check_address(address: str) -> str:
-    """Return `address` if an engine may listen there: ipc, or the loopback interface.
+def check_address(address: str, *, keyed: bool = False) -> str:
+    """Return `address` if an engine may listen there: ipc, loopback, or with keys anywhere.
 
     Raises:
-        AddressError: another form, or a host beyond this machine, where nothing would protect the
-            connection.
+        AddressError: another form, or a host beyond this machine without keys, where nothing would
+            protect the connection.
     """
     scheme, separator, rest = address.partition("://")
     if not separator or scheme not in ("ipc", "tcp") or not rest:
@@ -42,26 +44,33 @@ def check_address(address: str) -> str:
     host, _, port = rest.rpartition(":")
     if not host or not (port == "*" or (port.isdigit() and int(port) < 65536)):
         raise AddressError(f"address {address!r}: expected tcp://HOST:PORT")
-    if host not in LOOPBACK_HOSTS:
+    if host not in LOOPBACK_HOSTS and not keyed:
         raise AddressError(
             f"address {address!r}: {host} is not this machine, and the connection is not encrypted;"
-            f" use one of {', '.join(LOOPBACK_HOSTS)}"
+            f" use one of {', '.join(LOOPBACK_HOSTS)}, or keys (`rose keys FOLDER`, --keys FOLDER)"
         )
     return address
 
 
-def check_peer(address: str) -> str:
+def check_peer(address: str, *, keyed: bool = False) -> str:
     """Return `address` if a client may connect to it: `check_address`, and a place of its own.
 
     Raises:
-        AddressError: as `check_address`; or it leaves the port or the path open.
+        AddressError: as `check_address`; or it leaves the host, the port or the path open.
     """
-    check_address(address)
+    check_address(address, keyed=keyed)
     if address.startswith("tcp") and address.rpartition(":")[2] in ("*", "0"):
         raise AddressError(f"address {address!r}: it has to name the port of the engine")
+    if address.startswith(("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:")):
+        raise AddressError(f"address {address!r}: it has to name the host of the engine")
     if address == "ipc://*":
         raise AddressError(f"address {address!r}: it has to name the path of the engine")
     return address
+
+
+def takes_keys(address: str) -> bool:
+    """Whether keys are used at an address: over tcp, while ipc files are for this user alone."""
+    return address.startswith("tcp")
 
 
 def _check_ipc(address: str, path: str) -> str:
@@ -71,19 +80,31 @@ def _check_ipc(address: str, path: str) -> str:
     return address
 
 
-def bind_router(context: "zmq.asyncio.Context", address: str) -> "zmq.asyncio.Socket":
+def bind_router(
+    context: "zmq.asyncio.Context",
+    address: str,
+    guard: "Callable[[zmq.asyncio.Socket], object] | None" = None,
+) -> "zmq.asyncio.Socket":
     """Bind the engine's socket.
 
     It refuses to drop: a message for a peer that is gone, or that has stopped reading, raises. The
     file of an ipc address is for this user alone.
 
+    Args:
+        context: Of the process.
+        address: Where to listen.
+        guard: Makes the socket ask for keys before it is bound; without, only this machine may
+            connect.
+
     Raises:
         AddressError: the address is taken or cannot be bound.
     """
-    _check_free(check_address(address))
+    _check_free(check_address(address, keyed=guard is not None))
     socket = context.socket(zmq.ROUTER)
     _set_options(socket, address)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    if guard is not None:
+        guard(socket)
     try:
         with _private_files():
             socket.bind(address)
@@ -98,8 +119,10 @@ def bound_address(socket: "zmq.asyncio.Socket") -> str:
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
-def make_dealer(context: "zmq.asyncio.Context", address: str) -> "zmq.asyncio.Socket":
-    """Make a client's socket, to be connected to `address`.
+def make_dealer(
+    context: "zmq.asyncio.Context", address: str, keys: Keys | None = None
+) -> "zmq.asyncio.Socket":
+    """Make a client's socket, to be connected to `address`, with keys if it takes them.
 
     Once connected, ZeroMQ connects again by itself when a peer dies. What it had said is still
     read (`IMMEDIATE` would drop that). What is sent before the loss is noticed reaches the next
@@ -109,6 +132,8 @@ def make_dealer(context: "zmq.asyncio.Context", address: str) -> "zmq.asyncio.So
     _set_options(socket, address)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    if keys is not None and takes_keys(address):
+        ask_for(socket, keys)
     return socket
 
 

@@ -56,10 +56,10 @@ def start_engine(run, model, address, *options):
     return run("engine", model, "--bind", address, "--max-batch-tokens", 256, *options)
 
 
-def start_gateway(run, *engines):
+def start_gateway(run, *engines, options=()):
     port = free_port()
     words = [word for engine in engines for word in ("--engine", engine)]
-    process = run("gateway", *words, "--port", port)
+    process = run("gateway", *words, "--port", port, *options)
     process.url = f"http://127.0.0.1:{port}"
     return process
 

@@ -118,7 +118,9 @@ def test_what_the_drain_cuts_off_is_told_so(monkeypatch, caplog):
         app = create_app({"llm": llm, "first": first})
         with listen("127.0.0.1", 0) as listener:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions"
-            serving = asyncio.create_task(server._serve_http(app, listener, stop))
+            serving = asyncio.create_task(
+                server._serve_http(app, server.Door(listener=listener), stop)
+            )
             async with httpx.AsyncClient(timeout=20) as client:
                 bodies = [
                     {**small, "model": "llm"},
@@ -152,7 +154,7 @@ def test_a_client_that_fails_ends_the_gateway_with_its_error(tmp_path, monkeypat
     async def scenario():
         engines = [("toy", f"ipc://{tmp_path}/none.sock")]
         with listen("127.0.0.1", 0) as listener, pytest.raises(KeyError, match="a fault of ROSE"):
-            await server._serve(engines, GatewaySettings(), listener)
+            await server._serve(engines, GatewaySettings(), server.Door(listener=listener), None)
 
     drive(scenario)
     assert os.listdir(tmp_path) == []

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import typer
@@ -24,10 +25,15 @@ ENGINE = (
 )
 GATEWAY = (
     "--truncate --strict-dimensions --request-timeout --max-body-size --max-inputs "
-    "--max-concurrent-requests --tokenizer-threads --public-metrics --public-docs --log-requests"
+    "--max-concurrent-requests --tokenizer-threads --public-metrics --public-docs "
+    "--cors-origin --log-requests"
 )
+TLS_FLAGS = "--tls-cert --tls-key"
 LOGS = "--log-level --log-format"
 KEYS = "--api-key --api-key-file"
+
+
+TLS = Path(__file__).parents[1] / "tls"
 
 
 def rose(*arguments):
@@ -39,9 +45,15 @@ def rose(*arguments):
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
-        ("serve", f"{ENGINE} {GATEWAY} {LOGS} --host --port {KEYS} --replicas"),
-        ("engine", f"{ENGINE} {LOGS} --bind --name"),
-        ("gateway", f"--engine {GATEWAY} {LOGS} --host --port --listen-fd {KEYS}"),
+        (
+            "serve",
+            f"{ENGINE} {GATEWAY} {TLS_FLAGS} {LOGS} --host --port {KEYS} --replicas --gateway-workers",
+        ),
+        ("engine", f"{ENGINE} {LOGS} --bind --keys --name"),
+        (
+            "gateway",
+            f"--engine {GATEWAY} {TLS_FLAGS} {LOGS} --host --port --listen-fd --worker --keys {KEYS}",
+        ),
     ],
 )
 def test_flags_do_not_change_unnoticed(name, flags):
@@ -85,6 +97,7 @@ def test_every_flag_reaches_what_it_sets():
         "tokenizer_threads": 19,
         "public_metrics": True,
         "public_docs": True,
+        "cors_origin": ["https://a.example"],
         "log_requests": True,
     }
     assert changed.keys() == {field.name for field in fields(GatewayFlags)}
@@ -110,6 +123,8 @@ def test_every_flag_reaches_what_it_sets():
             "--log-format",
             "json",
         ],
+        ["--cors-origin", "https://a.example", "--cors-origin", "https://b.example:8"],
+        ["--tls-cert", str(TLS / "cert.pem"), "--tls-key", str(TLS / "key.pem")],
     ],
 )
 def test_a_child_reads_the_options_as_they_were_written_for_it(options, monkeypatch):
@@ -134,7 +149,7 @@ def test_a_child_reads_the_options_as_they_were_written_for_it(options, monkeypa
             words += ["--bind", "y"]
         parsed |= command.make_context(name, words).params
     given = COMMANDS["serve"].make_context("serve", ["model", *options]).params
-    own = {"models", "host", "port", "api_key", "api_key_file", "replicas"}
+    own = {"models", "host", "port", "api_key", "api_key_file", "replicas", "gateway_workers"}
     assert {n: v for n, v in given.items() if n not in own} == {
         n: parsed[n] for n in given if n not in own
     }
@@ -162,6 +177,19 @@ def test_options_of_a_child_leave_out_what_is_not_set():
 )
 def test_a_wrong_value_says_what_is_possible(options, words, capsys):
     assert rose("serve", "model", *options) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--tls-cert", TLS / "cert.pem"], "--tls-cert and --tls-key go together"),
+        (["--tls-cert", TLS / "none.pem", "--tls-key", TLS / "key.pem"], "No such file"),
+        (["--tls-cert", TLS / "key.pem", "--tls-key", TLS / "key.pem"], "--tls-cert"),
+    ],
+)
+def test_tls_files_that_cannot_be_used_are_said_before_anything_starts(options, words, capsys):
+    assert rose("serve", "model", *options) == 1
     assert words in capsys.readouterr().err
 
 

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from rose.serving.commands.flags import EngineFlags, LogFlags, spread
-from rose.serving.commands.options import Model
+from rose.serving.commands.options import KeysFolder, Model
 
 
 @spread
@@ -14,16 +14,23 @@ def engine(
     engine: EngineFlags,
     logs: LogFlags,
     bind: Annotated[
-        str, typer.Option(help="ipc://PATH or tcp://127.0.0.1:PORT.", metavar="ADDRESS")
+        str,
+        typer.Option(
+            help="ipc://PATH or tcp://HOST:PORT; beyond 127.0.0.1 with --keys only.",
+            metavar="ADDRESS",
+        ),
     ],
+    keys: KeysFolder = None,
     name: Annotated[
         str | None, typer.Option(help="Name for clients.", show_default="the folder's")
     ] = None,
 ) -> None:
     """Run one engine alone; a gateway connects to the address that it binds."""
+    from rose.serving.curve import read_keys
     from rose.serving.engine import run_engine
     from rose.serving.process import die_with_parent, set_up_logging
 
     die_with_parent()
     set_up_logging(logs.log_level, f"engine {name or model}", logs.log_format)
-    run_engine(engine.model_options(model, name), bind)
+    options = engine.model_options(model, name)
+    run_engine(options, bind, read_keys(keys, "engine") if keys else None)

@@ -7,8 +7,10 @@ field, and the command gets the whole. `as_options` writes a group for a child p
 import copy
 import functools
 import inspect
+import ssl
 from collections.abc import Callable, Iterator
 from dataclasses import Field, dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
@@ -129,6 +131,15 @@ class GatewayFlags:
     public_docs: Annotated[
         bool, typer.Option("--public-docs", help="Let /docs be read without a key.")
     ] = False
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Origin whose pages may use the API, such as https://app.example; repeatable; "
+            "* for all.",
+            metavar="ORIGIN",
+            show_default="none",
+        ),
+    ] = None
     log_requests: Annotated[
         bool, typer.Option("--log-requests", help="Write a line for each request.")
     ] = False
@@ -146,8 +157,47 @@ class GatewayFlags:
             tokenizer_threads=self.tokenizer_threads or _SETTINGS.tokenizer_threads,
             public_metrics=self.public_metrics,
             public_docs=self.public_docs,
+            cors_origins=tuple(self.cors_origin or ()),
             log_requests=self.log_requests,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFlags:
+    """TLS"""  # noqa: D415 - the title of its part of --help
+
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(
+            help="Certificate, with its chain, in PEM form.", metavar="FILE", show_default="none"
+        ),
+    ] = None
+    tls_key: Annotated[
+        Path | None,
+        typer.Option(
+            help="Its private key, in PEM form.", metavar="FILE", show_default="plain HTTP"
+        ),
+    ] = None
+
+    def files(self) -> tuple[Path, Path] | None:
+        """Return certificate and key, which fit; None without TLS.
+
+        Raises:
+            ValueError: one of them is missing, cannot be read, or does not fit the other.
+        """
+        if self.tls_cert is None and self.tls_key is None:
+            return None
+        if self.tls_cert is None or self.tls_key is None:
+            raise ValueError("--tls-cert and --tls-key go together")
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(self.tls_cert, self.tls_key, password="")
+        except OSError as error:  # what is no PEM is one too
+            reason = error.strerror or error
+            raise ValueError(
+                f"--tls-cert {self.tls_cert}, --tls-key {self.tls_key}: {reason}"
+            ) from None
+        return self.tls_cert, self.tls_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,9 +233,10 @@ def as_options(*groups: "DataclassInstance") -> list[str]:
             value = getattr(group, field.name)
             if value is None or value is False:
                 continue
-            options.append(f"--{field.name.replace('_', '-')}")
-            if value is not True:
-                options.append(str(value))
+            for item in value if isinstance(value, list) else [value]:
+                options.append(f"--{field.name.replace('_', '-')}")
+                if item is not True:
+                    options.append(str(item))
     return options
 
 

@@ -96,6 +96,15 @@ ApiKeys = Annotated[
         show_default="everybody is let in",
     ),
 ]
+KeysFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--keys",
+        help="Folder with the keys that `rose keys` made, for engines and gateways over tcp.",
+        metavar="FOLDER",
+        show_default="none",
+    ),
+]
 ApiKeyFile = Annotated[
     Path | None,
     typer.Option(help="File with a bearer key a line.", metavar="FILE", show_default="none"),

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -21,12 +22,15 @@ from rose.serving.gateway.models import ModelTable
 from rose.serving.gateway.operation import Endpoint, Exchange, Operation, new_request_id
 from rose.serving.gateway.routes import OPERATIONS
 from rose.serving.gateway.settings import GatewaySettings
+from rose.serving.gateway.workers import Workers
 
 log = logging.getLogger(__name__)
 
 
 def create_app(
-    clients: Mapping[str, EngineClient] | ModelTable, settings: GatewaySettings | None = None
+    clients: Mapping[str, EngineClient] | ModelTable,
+    settings: GatewaySettings | None = None,
+    workers: Workers | None = None,
 ) -> Starlette:
     """Builds the gateway.
 
@@ -34,9 +38,10 @@ def create_app(
         clients: A client for each served name; a name that leads to the same client as another
             is an alias. They may still be connecting: their models answer 503 until ready.
         settings: What the operator chose.
+        workers: The gateways that share the port, if there are several.
     """
     table = clients if isinstance(clients, ModelTable) else ModelTable(clients)
-    gateway = Gateway(table, settings or GatewaySettings())
+    gateway = Gateway(table, settings or GatewaySettings(), workers)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -45,7 +50,7 @@ def create_app(
 
     app = Starlette(
         routes=[route for operation in OPERATIONS for route in _routes(gateway, operation)],
-        middleware=[Middleware(Frontdoor, gateway=gateway)],
+        middleware=[*_cors(gateway.settings), Middleware(Frontdoor, gateway=gateway)],
         exception_handlers={HTTPException: _raise_on},
         lifespan=lifespan,
     )
@@ -159,6 +164,21 @@ async def _raise_on(_: Request, error: Exception) -> Response:
     }
     message = messages.get(error.status_code, error.detail)
     raise ApiError(error.status_code, message, headers=error.headers)
+
+
+def _cors(settings: GatewaySettings) -> list[Middleware]:
+    """What lets pages of other origins use the API: outermost, so that errors can be read too."""
+    if not settings.cors_origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    ]
 
 
 def _open_paths(settings: GatewaySettings) -> frozenset[str]:

@@ -9,13 +9,17 @@ from rose.serving.gateway.errors import ApiError
 from rose.serving.gateway.metrics import Metrics
 from rose.serving.gateway.models import ModelTable
 from rose.serving.gateway.settings import GatewaySettings
+from rose.serving.gateway.workers import Workers
 
 
 class Gateway:
     """Models, settings, metrics and threads, and what is in flight."""
 
-    def __init__(self, table: ModelTable, settings: GatewaySettings) -> None:
+    def __init__(
+        self, table: ModelTable, settings: GatewaySettings, workers: Workers | None = None
+    ) -> None:
         self.table = table
+        self.workers = workers
         self.settings = settings
         self.keys = Keys(settings.api_keys)
         self.metrics = Metrics(table)

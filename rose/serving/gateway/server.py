@@ -6,6 +6,8 @@ import logging
 import re
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import uvicorn
 import uvloop
@@ -13,10 +15,12 @@ import zmq.asyncio
 from starlette.applications import Starlette
 
 from rose.serving.client import EngineClient
+from rose.serving.curve import Keys
 from rose.serving.gateway.app import create_app
 from rose.serving.gateway.http_protocol import HttpProtocol
 from rose.serving.gateway.models import ModelTable
 from rose.serving.gateway.settings import GatewaySettings
+from rose.serving.gateway.workers import Workers
 from rose.serving.process import beat, stop_event
 from rose.serving.replicas import ReplicaSet
 from rose.serving.transport import check_peer
@@ -30,31 +34,50 @@ NamedAddress = tuple[str | None, str]
 NamedClient = tuple[str | None, EngineClient]
 
 
-def run_gateway(engines: Sequence[str], settings: GatewaySettings, listener: socket.socket) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Door:
+    """How a gateway is reached.
+
+    Attributes:
+        listener: A bound socket, see `rose.serving.process.listen`.
+        tls: Files of the certificate (with its chain) and of its key; None is plain HTTP.
+        workers: The gateways that share the socket, if there are several.
+    """
+
+    listener: socket.socket
+    tls: tuple[Path, Path] | None = None
+    workers: Workers | None = None
+
+
+def run_gateway(
+    engines: Sequence[str], settings: GatewaySettings, door: Door, keys: Keys | None = None
+) -> None:
     """Serve until a signal asks to stop, then finish running requests and return.
 
     Args:
         engines: addresses, or NAME=ADDRESS; engines of one name are replicas. Without a name it is
             the one that the engine gives, and the gateway waits for that engine before it listens.
         settings: of the gateway.
-        listener: a bound socket, see `rose.serving.process.listen`.
+        door: how it is reached.
+        keys: of the connections to engines over tcp.
 
     Raises:
         ValueError: an address cannot be used.
     """
-    uvloop.run(_serve([parse_engine(engine) for engine in engines], settings, listener))
+    named = [parse_engine(engine, keyed=keys is not None) for engine in engines]
+    uvloop.run(_serve(named, settings, door, keys))
 
 
 async def _serve(
-    engines: Sequence[NamedAddress], settings: GatewaySettings, listener: socket.socket
+    engines: Sequence[NamedAddress], settings: GatewaySettings, door: Door, keys: Keys | None
 ) -> None:
     stop = stop_event()
     context = zmq.asyncio.Context()
-    named = [(name, EngineClient(context, address)) for name, address in engines]
+    named = [(name, EngineClient(context, address, keys)) for name, address in engines]
     clients = [client for _, client in named]
     for client in clients:
         client.start()
-    serving = asyncio.create_task(_serve_models(named, settings, listener, stop))
+    serving = asyncio.create_task(_serve_models(named, settings, door, stop))
     watching = [asyncio.create_task(beat()), *[asyncio.create_task(c.watch()) for c in clients]]
     try:
         await asyncio.wait([serving, *watching], return_when=asyncio.FIRST_COMPLETED)
@@ -70,20 +93,21 @@ async def _serve(
         context.destroy(linger=0)
 
 
-def parse_engine(argument: str) -> NamedAddress:
+def parse_engine(argument: str, *, keyed: bool = False) -> NamedAddress:
     """Read NAME=ADDRESS, or an address alone.
 
     Raises:
         ValueError: the address cannot be used.
     """
     found = re.fullmatch(r"(?:(.+)=)?(\w+://.*)", argument)
-    return (found[1], check_peer(found[2])) if found else (None, check_peer(argument))
+    name, address = (found[1], found[2]) if found else (None, argument)
+    return name, check_peer(address, keyed=keyed)
 
 
 async def _serve_models(
     named: Sequence[NamedClient],
     settings: GatewaySettings,
-    listener: socket.socket,
+    door: Door,
     stop: asyncio.Event,
 ) -> None:
     sets: dict[str, ReplicaSet] = {}
@@ -95,10 +119,11 @@ async def _serve_models(
             _enlist(name, client, sets, table)
     naming = [
         asyncio.create_task(_learn_name(client, sets, table))
-        for client in list(table.unnamed.values())
+        for name, client in named
+        if name is None
     ]
     try:
-        await _serve_http(create_app(table, settings), listener, stop)
+        await _serve_http(create_app(table, settings, door.workers), door, stop)
     finally:
         for task in naming:
             task.cancel()
@@ -125,7 +150,8 @@ async def _learn_name(client: EngineClient, sets: dict[str, ReplicaSet], table: 
     del table.unnamed[client.address]
 
 
-async def _serve_http(app: Starlette, listener: socket.socket, stop: asyncio.Event) -> None:
+async def _serve_http(app: Starlette, door: Door, stop: asyncio.Event) -> None:
+    certificate, key = door.tls or (None, None)
     config = uvicorn.Config(
         app,
         http=HttpProtocol,
@@ -137,9 +163,12 @@ async def _serve_http(app: Starlette, listener: socket.socket, stop: asyncio.Eve
         timeout_graceful_shutdown=DRAIN_LIMIT_S,
         timeout_keep_alive=75,
         backlog=2048,
+        ssl_certfile=certificate,
+        ssl_keyfile=key,
     )
     server = _Server(config)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    listeners = [door.listener, *([door.workers.listen()] if door.workers else [])]
+    serving = asyncio.create_task(server.serve(sockets=listeners))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()

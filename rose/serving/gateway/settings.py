@@ -12,6 +12,7 @@ class GatewaySettings:
         api_keys: Bearer keys that are let in; empty: everybody is.
         public_metrics: Whether /metrics answers without a key.
         public_docs: Whether /docs and /openapi.json answer without a key.
+        cors_origins: Origins whose pages may use the API; "*" is every one.
         max_body_bytes: Largest request body.
         max_body_bytes_in_flight: Sum of what has come of the bodies being served at one time.
         max_inputs: Most texts of one request.
@@ -30,6 +31,7 @@ class GatewaySettings:
     api_keys: tuple[str, ...] = ()
     public_metrics: bool = False
     public_docs: bool = False
+    cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 32 << 20
     max_body_bytes_in_flight: int = 512 << 20
     max_inputs: int = 2048

@@ -12,6 +12,7 @@ from rose.serving.gateway.metrics import CONTENT_TYPE
 from rose.serving.gateway.operation import Call, Operation
 from rose.serving.gateway.routes.models import json_response
 from rose.serving.gateway.schemas import Health, Ready
+from rose.serving.gateway.workers import HEADER, Reply, merged
 
 
 async def health(_: Call[None]) -> Response:
@@ -21,14 +22,39 @@ async def health(_: Call[None]) -> Response:
 
 async def ready(call: Call[None]) -> Response:
     """Answers 200 when every engine takes work."""
-    if reasons := call.gateway.table.unready_reasons():
+    reasons = [*call.gateway.table.unready_reasons(), *await _reasons_of_others(call)]
+    if reasons:
         raise ApiError(503, " ".join(reasons), code="unavailable")
     return json_response(Ready(models=[model.name for model in call.gateway.table]))
 
 
+async def _reasons_of_others(call: Call[None]) -> list[str]:
+    """Why other gateway workers are not ready; one that does not answer gets no requests either."""
+    replies = await _ask_others(call, "/ready")
+    return [
+        f"Gateway worker {number}: {orjson.loads(reply.body)['error']['message']}"
+        for number, reply in replies.items()
+        if reply.status != 200
+    ]
+
+
 async def metrics(call: Call[None]) -> Response:
-    """Prometheus' text format."""
-    return Response(call.gateway.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+    """Prometheus' text format; of all gateway workers, whichever is asked."""
+    gateway, workers = call.gateway, call.gateway.workers
+    content = gateway.metrics.exposition()
+    if workers is not None and HEADER not in call.request.headers:
+        replies = await _ask_others(call, "/metrics")
+        parts = {number: reply.body for number, reply in replies.items() if reply.status == 200}
+        content = await call.in_thread(merged, {workers.own: content, **parts}, workers.own)
+    return Response(content, headers={"Content-Type": CONTENT_TYPE})
+
+
+async def _ask_others(call: Call[None], path: str) -> dict[int, Reply]:
+    """GET a path from the other gateway workers, unless one of them asks."""
+    workers, keys = call.gateway.workers, call.gateway.settings.api_keys
+    if workers is None or HEADER in call.request.headers:
+        return {}
+    return await workers.ask(path, {"Authorization": f"Bearer {keys[0]}"} if keys else {})
 
 
 async def openapi_json(call: Call[None]) -> Response:
