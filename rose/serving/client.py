@@ -23,7 +23,7 @@ from zmq.utils.monitor import recv_monitor_message
 from rose.models.card import ModelCard
 from rose.runtime.options import EmbedOptions, OutputDtype, Priority, SamplingParams
 from rose.serving import protocol
-from rose.serving.client_api import EmbedAnswer, EngineError, ScoreAnswer
+from rose.serving.client_api import EmbedAnswer, EngineError
 from rose.serving.curve import NO_HANDSHAKE, Keys
 from rose.serving.protocol import (
     PROTOCOL_VERSION,

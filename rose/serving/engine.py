@@ -46,7 +46,6 @@ from rose.serving.protocol import (
     TokensDelta,
     Welcome,
 )
-from rose.serving.score_service import ScoreService
 from rose.serving.transport import (
     bind_router,
     bound_address,
