@@ -12,7 +12,10 @@ from rose.kernels.attention.base import (
     PagedLayout,
     RaggedLayout,
 )
+from rose.kernels.recurrence import RecurrentBatch, States, StoredRows
+from rose.models.backbone import state_specs
 from rose.models.batch import TokenBatch
+from rose.runtime.state_pool import allocate_states
 
 PAGE = 4
 
@@ -36,7 +39,9 @@ def ragged(
     plan = reference_backend().plan_ragged(RaggedLayout(cu_seqlens, lengths))
     ids = torch.tensor([token for sequence in sequences for token in sequence])
     types = None if segments is None else torch.tensor([i for row in segments for i in row])
-    return TokenBatch(ids, torch.cat([torch.arange(n) for n in lengths]), plan, types), cu_seqlens
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    recurrence = RecurrentBatch(lengths, cu_seqlens.device)
+    return TokenBatch(ids, positions, plan, types, recurrence), cu_seqlens
 
 
 def new_pages(specs: Sequence[AttentionSpec], count: int) -> KVPages:
@@ -46,16 +51,28 @@ def new_pages(specs: Sequence[AttentionSpec], count: int) -> KVPages:
     return KVPages(keys, values)
 
 
+def new_states(model: object, count: int) -> States | None:
+    """A state pool for a model, full of NaN; None for a model that needs none."""
+    specs = state_specs(model)  # type: ignore[arg-type]
+    if not specs:
+        return None
+    states = allocate_states(specs, count, torch.float32, torch.device("cpu"))
+    for tensor in (*states.conv, *states.matrices):
+        tensor.fill_(torch.nan)
+    return states
+
+
 def paged(
     pages: KVPages,
     chunks: Sequence[tuple[int, Sequence[int]]],
     first_pages: Sequence[int] | None = None,
     share: int | None = None,
+    states: tuple[States, Sequence[int]] | None = None,
 ) -> TokenBatch:
     """Pack the next tokens of sequences: for each, how many are cached and the new ids.
 
     A sequence owns `share` pages from its entry of `first_pages` on; by default the pool is
-    divided evenly.
+    divided evenly. `states` are the pool of those and the sequences' rows in it.
     """
     share = share or (pages.num_pages - 1) // len(chunks)
     first_pages = first_pages or [1 + share * row for row in range(len(chunks))]
@@ -69,7 +86,13 @@ def paged(
     ]
     layout = PagedLayout(cumulative(queries), queries, totals, table, torch.cat(slots))
     ids = torch.tensor([token for _, sequence in chunks for token in sequence])
-    return TokenBatch(ids, torch.cat(positions), reference_backend().plan_paged(layout, pages))
+    recurrence = None
+    if states is not None:
+        is_new = tuple(cached == 0 for cached, _ in chunks)
+        stored = StoredRows(states[0], tuple(states[1]), is_new)
+        recurrence = RecurrentBatch(queries, ids.device, stored)
+    plan = reference_backend().plan_paged(layout, pages)
+    return TokenBatch(ids, torch.cat(positions), plan, recurrence=recurrence)
 
 
 def run_paged(
@@ -84,17 +107,20 @@ def run_paged(
     specs = model.attention_specs  # type: ignore[attr-defined]
     share = -(-max(map(len, sequences)) // PAGE)
     pages = new_pages(specs, 1 + share * len(sequences))
-    rows: list[list[torch.Tensor]] = [[] for _ in sequences]
+    states = new_states(model, len(sequences))
+    found: list[list[torch.Tensor]] = [[] for _ in sequences]
     done = [0] * len(sequences)
     sizes = iter(steps)
     size = next(sizes)
     while any(d < len(ids) for d, ids in zip(done, sequences, strict=True)):
         active = [i for i, ids in enumerate(sequences) if done[i] < len(ids)]
         chunks = [(done[i], sequences[i][done[i] : done[i] + size]) for i in active]
-        batch = paged(pages, chunks, [1 + share * i for i in active], share)
+        rows = [1 + i for i in active]
+        firsts = [1 + share * i for i in active]
+        batch = paged(pages, chunks, firsts, share, None if states is None else (states, rows))
         parts = model(batch).split([len(ids) for _, ids in chunks])
         for i, part in zip(active, parts, strict=True):
-            rows[i].append(part)
+            found[i].append(part)
             done[i] += len(part)
         size = next(sizes, size)
-    return [torch.cat(parts) for parts in rows]
+    return [torch.cat(parts) for parts in found]

@@ -40,10 +40,20 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     RobertaConfig,
     RobertaModel,
     XLMRobertaConfig,
@@ -92,6 +102,16 @@ DECODERS: dict[str, Classes] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
+# Decoders with layers of linear attention, alone and within a model that sees too.
+HYBRIDS: dict[str, Classes] = {
+    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
+    "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
+}
+COMPOSITES: dict[str, Classes] = {
+    "qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
+    "qwen3_5_moe": (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),
+}
 # What a tiny model of a kind needs beside the common sizes.
 DECODER_SETTINGS: dict[str, dict[str, object]] = {
     "gemma": {"head_dim": 16},
@@ -111,6 +131,29 @@ DECODER_SETTINGS: dict[str, dict[str, object]] = {
         "moe_intermediate_size": 20,
         "mlp_only_layers": [1],
     },
+}
+HYBRID_SETTINGS: dict[str, object] = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+SPARSE_SETTINGS: dict[str, object] = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 24,
+}
+VISION_SETTINGS: dict[str, object] = {
+    "depth": 4,  # more than the language model has
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 4,
+    "patch_size": 2,
 }
 
 
@@ -242,7 +285,25 @@ def decoder_config(kind: str, **overrides: object) -> PretrainedConfig:
         "bos_token_id": 1,
         "pad_token_id": 0,
     }
+    if kind in HYBRIDS or kind in COMPOSITES:
+        return _hybrid_config(kind, settings, overrides)
     return DECODERS[kind][0](**(settings | DECODER_SETTINGS.get(kind, {}) | overrides))
+
+
+def _hybrid_config(
+    kind: str, settings: dict[str, object], overrides: dict[str, object]
+) -> PretrainedConfig:
+    settings = settings | HYBRID_SETTINGS
+    if kind != "qwen3_5_text" and kind != "qwen3_5":
+        settings |= SPARSE_SETTINGS
+    if "qwen3_5_moe" in kind:
+        del settings["intermediate_size"]
+    if kind in HYBRIDS:
+        return HYBRIDS[kind][0](**(settings | overrides))
+    tied = overrides.pop("tie_word_embeddings", False)
+    return COMPOSITES[kind][0](
+        text_config=settings | overrides, vision_config=VISION_SETTINGS, tie_word_embeddings=tied
+    )
 
 
 def save_decoder(
@@ -260,7 +321,8 @@ def save_decoder(
     """
     config = decoder_config(kind, **overrides)
     is_classifier = head == "classifier"
-    build = AutoModelForSequenceClassification.from_config if is_classifier else DECODERS[kind][1]
+    model_class = (DECODERS | HYBRIDS | COMPOSITES)[kind][1]
+    build = AutoModelForSequenceClassification.from_config if is_classifier else model_class
     model = spread(build(config), seed)
     (model if head else model.model).save_pretrained(path)
     decoder_tokenizer(end=end).save_pretrained(path)
@@ -276,6 +338,8 @@ def spread(model: PreTrainedModel, seed: int) -> PreTrainedModel:
             is_norm = "norm" in name.lower() and name.endswith("weight")
             neutral = parameter.mean()  # 1, or 0 in norms that add 1 to their weight
             parameter.copy_(neutral + 0.2 * noise if is_norm else 0.3 * noise)
+            if name.endswith("A_log"):
+                parameter.sub_(2)  # states of linear attention outlast some tokens
     model.tie_weights()
     return model.eval()
 

@@ -73,7 +73,8 @@ class Architecture:
     other: the projection's name there, and the names that the model knows the parts by. `lm_head`
     says whether causal LMs of this architecture exist, `tie_default` whether they share it with the
     token embedding where the config says nothing. `classifier` reads the facts of the head of
-    sequence classifiers, None where there are none.
+    sequence classifiers, None where there are none. `text_key` names the object of config.json that
+    holds the settings of the language model, where they are not at its top.
     """
 
     name: str
@@ -84,3 +85,4 @@ class Architecture:
     lm_head: bool = False
     tie_default: bool = False
     classifier: Callable[[ConfigReader], ClassifierHead] | None = None
+    text_key: str | None = None

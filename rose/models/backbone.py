@@ -6,9 +6,12 @@ Shape letters: T tokens of the batch, C channels (hidden size).
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from rose.kernels.attention.base import AttentionSpec
+    from rose.kernels.recurrence import StateSpec
     from rose.models.batch import TokenBatch
 
 
@@ -16,7 +19,8 @@ class Backbone(Protocol):
     """A model without heads.
 
     `max_positions` is how many tokens its positions were made for. `attention_specs` has one entry
-    per layer, in order: what the attention back end and the page pool have to serve.
+    per layer of attention, in order: what the attention back end and the page pool have to serve.
+    A model with layers that carry a state from token to token has `state_specs` too.
     """
 
     hidden_size: int
@@ -27,3 +31,8 @@ class Backbone(Protocol):
     def __call__(self, batch: "TokenBatch") -> "Tensor":
         """Compute the hidden states [T, C] of packed tokens, in the weights' dtype."""
         ...
+
+
+def state_specs(backbone: Backbone) -> "Sequence[StateSpec]":
+    """Return the facts of the layers that carry a state along; most models have none."""
+    return getattr(backbone, "state_specs", ())

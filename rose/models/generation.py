@@ -19,6 +19,8 @@ def read_generation_card(folder: CheckpointFolder) -> GenerationCard:
     """
     own = folder.json(GENERATION_CONFIG) or {}
     config = folder.json(CONFIG_FILE) or {}
+    if isinstance(text := config.get("text_config"), dict):  # of a model that sees too
+        config = text | {key: value for key, value in config.items() if value is not None}
     reader = ConfigReader(own, str(folder.path / GENERATION_CONFIG), "generation")
     is_greedy = reader.optional("do_sample", bool) is False
     return GenerationCard(

@@ -204,7 +204,20 @@ def _architecture(reader: ConfigReader) -> Architecture:
             f"{reader.file}: quantization_config: {method!r} checkpoints are not supported"
         )
     reader.architecture = model_type
-    return ARCHITECTURES.load(model_type)
+    architecture = ARCHITECTURES.load(model_type)
+    if architecture.text_key is not None:
+        _enter_text_config(reader, architecture.text_key)
+    return architecture
+
+
+def _enter_text_config(reader: ConfigReader, key: str) -> None:
+    """Take the language model's settings for those of the model; the model's own win."""
+    text = reader.optional(key, dict, record=False)
+    if text is None:
+        raise CheckpointError(f"{reader.file}: {key} is missing")
+    own = {name for name, value in reader.values.items() if value is not None}
+    inner = {name: value for name, value in text.items() if name not in own}
+    reader.override(inner, f"{reader.label}: {key}")
 
 
 def fingerprint(plan: Plan, options: dict[str, Any]) -> str:

@@ -231,6 +231,8 @@ _KNOWN = {
     "short_factor",
     "long_factor",
     "original_max_position_embeddings",
+    "mrope_section",  # for images: a token of text has one position in all sections,
+    "mrope_interleaved",  # so for text the rotation is the plain one
     *_NUMBERS,
 }
 

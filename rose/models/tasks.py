@@ -64,7 +64,9 @@ def choose_tasks(
         return (possible[:1] if embeds else possible[1:]), source
     if modules and modules[-1].kind == "LogitScore":
         return _check(("score",), possible, architecture), source
-    is_lm = "generate" in possible and _is_saved_as(reader, "ForCausalLM")
+    is_lm = "generate" in possible and any(
+        _is_saved_as(reader, ending) for ending in ("ForCausalLM", "ForConditionalGeneration")
+    )
     if modules is not None:
         return (("embed", "generate") if is_lm else ("embed",)), source
     return (("generate",) if is_lm else ("embed",)), source

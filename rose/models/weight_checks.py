@@ -95,7 +95,9 @@ def check_headers(plan: "Plan") -> None:
 
 
 def _check_layers(plan: "Plan", headers: list[TensorHeader]) -> None:
-    found = [int(match[1]) for header in headers if (match := _LAYER_INDEX.search(header.name))]
+    ignored = re.compile("|".join(rf"(?:.+\.)?{item}" for item in plan.architecture.ignored))
+    names = [header.name for header in headers if not ignored.fullmatch(header.name)]
+    found = [int(match[1]) for name in names if (match := _LAYER_INDEX.search(name))]
     layers = max(found, default=-1) + 1
     if layers != plan.config.num_layers:
         raise CheckpointError(

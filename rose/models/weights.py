@@ -21,7 +21,7 @@ from rose.models.tensors import CheckpointTensors
 
 # Components that training frameworks and wrappers put before a backbone's own names.
 _WRAPPERS = frozenset(
-    {"model", "encoder", "transformer", "backbone"}
+    {"model", "encoder", "transformer", "backbone", "language_model"}
     | {"bert", "roberta", "distilbert", "mpnet", "nomic_bert", "gte", "new"}
     | {"auto_model", "module", "_orig_mod", "0", "base_model"}
 )

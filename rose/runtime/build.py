@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from rose.kernels.attention.base import AttentionBackend
 from rose.kernels.attention.choice import choose
+from rose.models.backbone import state_specs
 from rose.models.card import ModelCard
 from rose.models.layers import prepare
 from rose.models.loader import LoadedModel, load
@@ -21,9 +22,10 @@ from rose.runtime.generation import GenerationLoop
 from rose.runtime.graph_setup import decode_with_graphs, embed_with_graphs
 from rose.runtime.graphs import GraphCache, WarmupShape
 from rose.runtime.kv_cache import PagePool
-from rose.runtime.kv_pool import choose_num_pages
+from rose.runtime.kv_pool import cache_budget, choose_num_pages
 from rose.runtime.memory import keep_freed_memory
 from rose.runtime.scheduler import Scheduler
+from rose.runtime.state_pool import StateSize, fit_states
 from rose.runtime.structured import GrammarCompiler
 from rose.runtime.worker import DeviceWorker
 
@@ -188,6 +190,7 @@ def _embedding_runtime(
         worker,
         device=loaded.device,
         deterministic=options.deterministic,
+        recurrent=bool(state_specs(loaded.backbone)),
     )
 
 
@@ -197,21 +200,23 @@ def _generation(
     facts = loaded.card.generation
     if loaded.lm is None or facts is None:
         return None
+    states = _state_size(loaded, options)
     num_pages = choose_num_pages(
         loaded.backbone.attention_specs,
         loaded.dtype,
         loaded.device,
         page_size=PAGE_SIZE,
-        max_num_seqs=options.max_num_seqs,
+        max_num_seqs=states.max_num_seqs,
         max_model_len=loaded.card.max_model_len,
         cache_bytes=options.kv_cache_memory,
+        state_bytes=states.num_bytes,
     )
     log.info("KV cache: %d pages of %d tokens", num_pages - 1, PAGE_SIZE)
     step_tokens = STEP_TOKENS_CPU if loaded.device.type == "cpu" else STEP_TOKENS_GPU
     scheduler = Scheduler(
-        PagePool(num_pages, PAGE_SIZE),
-        max_num_seqs=options.max_num_seqs,
-        max_step_tokens=max(options.max_batch_tokens or step_tokens, options.max_num_seqs),
+        PagePool(num_pages, PAGE_SIZE, prefix_caching=states.num_bytes == 0),
+        max_num_seqs=states.max_num_seqs,
+        max_step_tokens=max(options.max_batch_tokens or step_tokens, states.max_num_seqs),
         max_model_len=loaded.card.max_model_len,
         eos_ids=facts.eos_token_ids,
     )
@@ -229,6 +234,20 @@ def _generation(
     vocab_size = loaded.card.vocab_size
     grammars = GrammarCompiler(loaded.tokenizer_json, vocab_size, facts.eos_token_ids)
     return Generation(runtime, scheduler, grammars)
+
+
+def _state_size(loaded: LoadedModel, options: ModelOptions) -> StateSize:
+    """Size the states of a model with layers that carry one from token to token, beside its pages.
+
+    Such a model finds no prefix in the cache: the state at its end is not kept.
+    """
+    specs = state_specs(loaded.backbone)
+    if not specs:
+        return StateSize(options.max_num_seqs, 0)
+    budget = cache_budget(loaded.device, options.kv_cache_memory)
+    size = fit_states(specs, loaded.dtype, options.max_num_seqs, budget)
+    log.info("states: %d bytes for %d sequences at once", size.num_bytes, size.max_num_seqs)
+    return size
 
 
 def _complete_card(card: ModelCard, generation: Generation | None) -> ModelCard:

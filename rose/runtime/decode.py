@@ -9,6 +9,7 @@ that are carried over on the device, R prompt positions.
 """
 
 import math
+import operator
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 
 from rose.kernels.attention.base import AttentionBackend, GraphSupport, PagedLayout
-from rose.models.backbone import Backbone
+from rose.kernels.recurrence import RecurrentBatch, States, StoredRows
+from rose.models.backbone import Backbone, state_specs
 from rose.models.batch import TokenBatch
 from rose.runtime.decode_graphs import DecodeForward
 from rose.runtime.decode_step import DecodeStep, PromptRows, padding_step, prepare_step
@@ -36,6 +38,7 @@ from rose.runtime.sampling_plan import (
     unpack,
 )
 from rose.runtime.sequence import PlanRow, Sequence, StepPlan
+from rose.runtime.state_pool import allocate_states
 from rose.runtime.worker import DeviceWorker
 
 LOGITS_BYTES = 64 << 20  # logits of prompt positions are computed in chunks of at most this size
@@ -118,8 +121,16 @@ class DecodeRuntime:
         self._pages = allocate_pages(
             model.backbone.attention_specs, num_pages, page_size, dtype, self._device
         )
+        self._states: States | None = None
+        if specs := state_specs(model.backbone):
+            self._states = allocate_states(specs, num_slots, dtype, self._device)
         self._last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=self._device)
         self._graphs: GraphCache[DecodeStep, Tensor] | None = None
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers carry a state, so that a sequence has to be computed from its start."""
+        return self._states is not None
 
     @property
     def graphs(self) -> GraphCache[DecodeStep, Tensor] | None:
@@ -129,7 +140,7 @@ class DecodeRuntime:
     @property
     def can_use_graphs(self) -> bool:
         """Whether steps of one token per sequence can be captured."""
-        return self._backend.graph_support is not GraphSupport.NONE
+        return self._states is None and self._backend.graph_support is not GraphSupport.NONE
 
     def use_graphs(self, capturer: Capturer, policy: GraphPolicy, max_len: int) -> None:
         """Run steps of one token per sequence as device graphs from now on.
@@ -247,7 +258,19 @@ class DecodeRuntime:
             self._put(step.layout.slot_mapping),
         )
         attention = self._backend.plan_paged(layout, self._pages)
-        return self._model.backbone(TokenBatch(input_ids, self._put(step.positions), attention))
+        tokens = TokenBatch(
+            input_ids, self._put(step.positions), attention, recurrence=self._recurrence(step)
+        )
+        return self._model.backbone(tokens)
+
+    def _recurrence(self, step: DecodeStep) -> RecurrentBatch | None:
+        """Plan the layers that carry a state; a sequence at its first token starts from nothing."""
+        if self._states is None:
+            return None
+        lengths, totals = step.layout.query_lens, step.layout.kv_lens
+        is_new = tuple(map(operator.eq, lengths, totals))
+        stored = StoredRows(self._states, step.state_rows, is_new)
+        return RecurrentBatch(lengths, self._device, stored)
 
     def _carry(self, step: DecodeStep, input_ids: Tensor) -> None:
         """Fill in the tokens of steps before, which only the device knows."""

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from rose.kernels.attention.base import PagedLayout
+from rose.kernels.recurrence import PADDING_ROW
 from rose.runtime.sampling_plan import SamplingBatch, SamplingState
 from rose.runtime.sequence import PlanRow, StepPlan
+from rose.runtime.state_pool import state_row
 
 
 class PromptRows(NamedTuple):
@@ -34,6 +36,7 @@ class DecodeStep:
     input_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
     layout: PagedLayout
+    state_rows: tuple[int, ...]  # of each sequence, in the state pool if there is one
     carried: Tensor | None  # int64 [2, N]: index among the tokens, slot
     sampled: Tensor | None  # int64 [2, S]: index among the tokens, slot
     sampled_rows: list[int]
@@ -80,6 +83,7 @@ def prepare_step(
         input_ids=torch.from_numpy(_input_ids(rows)),
         positions=torch.from_numpy(positions),
         layout=layout,
+        state_rows=tuple(state_row(row.sequence.slot) for row in rows),
         carried=_places([(i, row) for i, row in enumerate(rows) if not row.is_known], ends),
         sampled=_places(sampled, ends),
         sampled_rows=[i for i, _ in sampled],
@@ -105,6 +109,7 @@ def padding_step(size: int) -> DecodeStep:
         input_ids=zeros,
         positions=zeros,
         layout=layout,
+        state_rows=(PADDING_ROW,) * size,
         carried=None,
         sampled=None,
         sampled_rows=[],

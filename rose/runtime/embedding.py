@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rose.kernels.attention.base import AttentionBackend, GraphSupport, RaggedLayout
+from rose.kernels.recurrence import RecurrentBatch
 from rose.models.batch import TokenBatch
 from rose.models.embedding import EmbeddingModel
 from rose.runtime.device import upload
@@ -88,17 +89,20 @@ class EmbeddingRuntime:
         *,
         device: str | torch.device = "cpu",
         deterministic: bool = False,
+        recurrent: bool = False,
     ) -> None:
         """Serve `model` with `backend` on the device that `worker` launches for.
 
         With `deterministic` each text runs alone, which makes its vector bit-equal whatever else
-        is in the batch, at the price of throughput on short texts.
+        is in the batch, at the price of throughput on short texts. With `recurrent` it has layers
+        that carry a state.
         """
         self._model = model
         self._backend = backend
         self._worker = worker
         self._device = torch.device(device)
         self._deterministic = deterministic
+        self._recurrent = recurrent
         self._graphs: GraphCache[EmbedBatch, Tensor] | None = None
 
     @property
@@ -111,7 +115,10 @@ class EmbeddingRuntime:
         """Whether batches can be captured.
 
         A graph and an eager run differ in the last bits, so a deterministic runtime has none.
+        Layers that carry a state work through as many chunks as the texts have.
         """
+        if self._recurrent:
+            return False
         return not self._deterministic and self._backend.graph_support is GraphSupport.ALL
 
     def use_graphs(self, capturer: Capturer, policy: GraphPolicy) -> None:
@@ -218,6 +225,7 @@ class EmbeddingRuntime:
             input_ids=self._upload(batch.ids.astype(np.int64)),
             positions=self._upload(positions),
             attention=self._backend.plan_ragged(layout),
+            recurrence=RecurrentBatch(layout.lengths, self._device) if self._recurrent else None,
         )
         pool_from = self._upload(batch.pool_from) if batch.pool_from.any() else None
         return self._model(tokens, cu_seqlens, pool_from)

@@ -30,18 +30,28 @@ def allocate_pages(
     """Allocate the pool, all zero.
 
     Kernels may load slots beyond a sequence's end and weigh them with 0, which a NaN there would
-    survive: every slot has to be finite from the start. On a CPU numpy's zeros are memory that the
-    system hands out when it is first written, so a large pool costs nothing before it is used.
+    survive: every slot has to be finite from the start.
     """
 
     def zeros(spec: AttentionSpec) -> torch.Tensor:
         shape = (num_pages, page_size, spec.num_kv_heads, spec.head_dim)
-        if device.type != "cpu":
-            return torch.zeros(shape, dtype=dtype, device=device)
-        raw = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
-        return torch.from_numpy(raw).view(dtype).view(shape)
+        return allocate_zeros(shape, dtype, device)
 
     return KVPages(tuple(zeros(spec) for spec in specs), tuple(zeros(spec) for spec in specs))
+
+
+def allocate_zeros(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Allocate a part of a pool.
+
+    On a CPU numpy's zeros are memory that the system hands out when it is first written, so a large
+    pool costs nothing before it is used.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)
 
 
 def choose_num_pages(
@@ -53,17 +63,19 @@ def choose_num_pages(
     max_num_seqs: int,
     max_model_len: int,
     cache_bytes: int | None = None,
+    state_bytes: int = 0,
 ) -> int:
     """Return the size of the pool in pages, the reserved one included.
 
     `cache_bytes` are taken as they are. None is a share of the memory that is free, but no more
-    than `max_num_seqs` sequences of `max_model_len` tokens can fill.
+    than `max_num_seqs` sequences of `max_model_len` tokens can fill. `state_bytes` of it are not
+    for pages.
 
     Raises:
         ValueError: there is no room for one page beside the reserved one.
     """
     size = page_bytes(specs, page_size, dtype)
-    budget = _free_bytes(device) if cache_bytes is None else cache_bytes
+    budget = cache_budget(device, cache_bytes) - state_bytes
     pages = budget // size
     if cache_bytes is None:
         pages = min(pages, 1 + max_num_seqs * -(-max_model_len // page_size))
@@ -75,7 +87,10 @@ def choose_num_pages(
     return pages
 
 
-def _free_bytes(device: torch.device) -> int:
+def cache_budget(device: torch.device, cache_bytes: int | None) -> int:
+    """Return `cache_bytes`, or a share of the memory that is free where they are None."""
+    if cache_bytes is not None:
+        return cache_bytes
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * GPU_SHARE)
     return int(min(_available_in_system(), _available_in_cgroup()) * CPU_SHARE)

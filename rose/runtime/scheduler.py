@@ -37,6 +37,9 @@ WORTH_WAITING_FOR = 64
 BULK_HANDICAP = 256
 """Bulk work is served as if that many requests had come before it: later, but not never."""
 
+SLOTS_PER_SEQUENCE = 2
+"""Rows of the device's per-sequence state: those who leave keep theirs while a step uses it."""
+
 _rank = attrgetter("rank")
 
 
@@ -82,8 +85,8 @@ class Scheduler:
 
     @property
     def num_slots(self) -> int:
-        """Rows that the device's per-sequence state needs: those that leave keep theirs a while."""
-        return 2 * self._max_num_seqs
+        """Rows that the device's per-sequence state needs."""
+        return SLOTS_PER_SEQUENCE * self._max_num_seqs
 
     @property
     def num_running(self) -> int:
