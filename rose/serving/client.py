@@ -42,7 +42,8 @@ from rose.serving.protocol import (
     Welcome,
 )
 from rose.serving.stats import LastingStats
-from rose.serving.transport import check_peer, make_dealer, received, send_now
+from rose.serving.tracing import traceparent
+from rose.serving.transport import check_peer, make_dealer, received, send_now, takes_keys
 
 log = logging.getLogger(__name__)
 
@@ -171,6 +172,7 @@ class EngineClient:
             pool_from=pool_from,
             priority=priority,
             trace=trace,
+            traceparent=traceparent(),
         )
         lengths = np.fromiter((len(text) for text in ids), np.int32, len(ids))
         flat = np.concatenate([np.asarray(text, np.int32) for text in ids])
@@ -185,6 +187,37 @@ class EngineClient:
             queued_s=result.queued_s,
             computed_s=result.computed_s,
         )
+
+    async def score(
+        self,
+        ids: Sequence[npt.NDArray[np.int32]],
+        segments: Sequence[npt.NDArray[np.int32]] | None = None,
+        *,
+        priority: Priority = "online",
+        timeout_s: float | None = None,
+        trace: str = "",
+    ) -> ScoreAnswer:
+        """Score texts, or joined pairs of texts, given as token ids, each int32 [tokens].
+
+        `segments`, of the same lengths, say which token of a pair is of which text, for models
+        that want to know. Cancelling the task that waits here cancels the request at the engine.
+
+        Raises:
+            EngineError: the engine refused, failed, is not there, or took longer than `timeout_s`.
+        """
+        request = ScoreRequest(
+            request_id=next(self._request_ids),
+            priority=priority,
+            trace=trace,
+            traceparent=traceparent(),
+        )
+        lengths = np.fromiter((len(text) for text in ids), np.int32, len(ids))
+        frames = [lengths.data, _joined(ids).data]
+        if segments is not None:
+            frames.append(_joined(segments).data)
+        result, rows = await self._ask(request, frames, timeout_s)
+        scores = np.frombuffer(rows[0], "<f4").reshape(result.count, -1)
+        return ScoreAnswer(scores, queued_s=result.queued_s, computed_s=result.computed_s)
 
     async def generate(
         self,
@@ -203,7 +236,11 @@ class EngineClient:
             EngineError: the engine refused, failed, or was lost.
         """
         request = GenerateRequest(
-            request_id=next(self._request_ids), sampling=sampling, priority=priority, trace=trace
+            request_id=next(self._request_ids),
+            sampling=sampling,
+            priority=priority,
+            trace=trace,
+            traceparent=traceparent(),
         )
         deltas: asyncio.Queue[TokensDelta | EngineError] = asyncio.Queue()
         self._check_ready()
@@ -358,7 +395,7 @@ class EngineClient:
 
     def _disconnected(self, event: int) -> None:
         """Note why there is no connection; keys that do not fit are said in the log, once."""
-        if event == zmq.EVENT_DISCONNECTED:
+        if event == zmq.EVENT_DISCONNECTED or not takes_keys(self.address):
             if self._unready_reason not in (BAD_KEY, BAD_HANDSHAKE):  # the cause, just told
                 self._lose("the connection to the engine broke")
             return

@@ -7,10 +7,11 @@ that is sent waits: a client that does not read is dropped instead.
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import zmq
@@ -20,7 +21,8 @@ from msgspec.structs import replace
 from rose.runtime.build import ModelOptions, ServedModel, build
 from rose.runtime.errors import NonFiniteError, RequestError
 from rose.runtime.queue import EmbedJob
-from rose.serving import protocol
+from rose.runtime.spans import Spans
+from rose.serving import protocol, tracing
 from rose.serving.curve import Doorkeeper, Keys
 from rose.serving.embed_service import EmbedService, FinishedEmbed, OverloadedError
 from rose.serving.generate_service import GenerateService, Key
@@ -72,11 +74,15 @@ class EngineFailedError(RuntimeError):
     """The engine cannot go on."""
 
 
-class Work(NamedTuple):
-    """A request under way: how to cancel it, and the id that the gateway knows it by."""
+@dataclass(slots=True)
+class Work:
+    """A request under way: how to cancel it, and what the gateway knows it by."""
 
     cancel: Callable[[], None]
     trace: str
+    traceparent: str
+    arrived: float = field(default_factory=time.monotonic)
+    first_token: float | None = None
 
 
 @dataclass(slots=True)
@@ -227,7 +233,7 @@ class EngineServer:
             cancel = self._admit_generation(identity, request, frames)
         else:
             cancel = self._admit_embedding(identity, request, frames)
-        client.requests[request.request_id] = Work(cancel, request.trace)
+        client.requests[request.request_id] = Work(cancel, request.trace, request.traceparent)
 
     def _admit_embedding(
         self, identity: bytes, request: EmbedRequest, frames: list[bytes]
@@ -292,6 +298,11 @@ class EngineServer:
         if isinstance(outcome, Exception):
             self._fail(identity, request.request_id, request.trace, outcome)
             return
+        tracing.record(
+            "queue", outcome.queued_s, ago=outcome.computed_s, parent=request.traceparent
+        )
+        texts = len(outcome.vectors)
+        tracing.record("forward", outcome.computed_s, parent=request.traceparent, texts=texts)
         result = EmbedResult(
             request_id=request.request_id,
             count=len(outcome.vectors),
@@ -303,9 +314,24 @@ class EngineServer:
 
     def _send_tokens(self, identity: bytes, deltas: list[TokensDelta]) -> None:
         for delta in deltas:
+            if tracing.is_on():
+                self._trace(identity, delta)
             if delta.finish is not None:
                 self._forget(identity, delta.request_id)
         self._send(identity, Tokens(deltas))
+
+    def _trace(self, identity: bytes, delta: TokensDelta) -> None:
+        """Record a generation in two parts: up to its first tokens, and from there on."""
+        client = self._clients.get(identity)
+        work = client.requests.get(delta.request_id) if client is not None else None
+        if work is None:
+            return
+        now = time.monotonic()
+        if work.first_token is None:
+            work.first_token = now
+            tracing.record("queue and prefill", now - work.arrived, parent=work.traceparent)
+        if delta.finish is not None:
+            tracing.record("decode", now - work.first_token, parent=work.traceparent)
 
     def _fail_generation(self, key: Key, error: Exception) -> None:
         work = self._forget(key.client, key.request_id)

@@ -6,6 +6,7 @@ import ctypes
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -112,6 +113,13 @@ def stop_event() -> asyncio.Event:
     for number in stop_signals():
         loop.add_signal_handler(number, stop.set)
     return stop
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files as it may: each connection is one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # some systems name no number
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def is_open_to_others(listener: socket.socket) -> bool:

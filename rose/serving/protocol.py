@@ -37,9 +37,13 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 class EmbedRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Client: embed a batch of texts.
 
-    Frames: lengths int32 [B] (tokens per text), ids int32 [sum of lengths].
-    `pool_from` is the number of leading tokens of each text that pooling leaves out (a prompt).
-    `trace` is the HTTP request's id. Deadlines are the client's: it cancels what is late.
+    Frames: lengths int32 [B] (tokens per text), ids int32 [sum of lengths] and, where parts of
+    texts are to be embedded, spans per text int32 [B] and their bounds int32 [spans, 2]: first
+    token and the one after the last, counted within the text. `pool_from` is the number of leading
+    tokens of each text that pooling leaves out (a prompt); spans need none. `per_token` asks for
+    that of each token instead, float32, without spans.
+    `trace` is the HTTP request's id, `traceparent` its place in a trace,
+    if it is traced. Deadlines are the client's: it cancels what is late.
     """
 
     request_id: int
@@ -47,6 +51,21 @@ class EmbedRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     pool_from: int = 0
     priority: Priority = "online"
     trace: str = ""
+    traceparent: str = ""
+
+
+class ScoreRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Client: score a batch of texts, or of pairs of texts that are joined already.
+
+    Frames: lengths int32 [B] (tokens per text), ids int32 [sum of lengths] and, for models that
+    want them, segments (0 or 1) int32 [sum of lengths]. Answered by an `EmbedResult` whose rows are
+    raw scores, float32, one per label.
+    """
+
+    request_id: int
+    priority: Priority = "online"
+    trace: str = ""
+    traceparent: str = ""
 
 
 class GenerateRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -59,6 +78,7 @@ class GenerateRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     sampling: SamplingParams
     priority: Priority = "online"
     trace: str = ""
+    traceparent: str = ""
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):

@@ -28,9 +28,9 @@ def engine(
     """Run one engine alone; a gateway connects to the address that it binds."""
     from rose.serving.curve import read_keys
     from rose.serving.engine import run_engine
-    from rose.serving.process import die_with_parent, set_up_logging
+    from rose.serving.process import die_with_parent
 
     die_with_parent()
-    set_up_logging(logs.log_level, f"engine {name or model}", logs.log_format)
+    logs.set_up(f"engine {name or model}")
     options = engine.model_options(model, name)
     run_engine(options, bind, read_keys(keys, "engine") if keys else None)

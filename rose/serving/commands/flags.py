@@ -27,6 +27,8 @@ from rose.serving.commands.options import (
     MaxGraphTokens,
     MaxModelLen,
     MaxNumSeqs,
+    OtlpEndpoint,
+    RankByCosine,
     RequestTimeout,
     StrictDimensions,
     Tasks,
@@ -202,10 +204,19 @@ class TlsFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogFlags:
-    """The log"""  # noqa: D415 - the title of its part of --help
+    """The log, and traces"""  # noqa: D415 - the title of its part of --help
 
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
+    otlp_endpoint: OtlpEndpoint = None
+
+    def set_up(self, process: str) -> None:
+        """Let this process log, and trace, under a name."""
+        from rose.serving import tracing
+        from rose.serving.process import set_up_logging
+
+        set_up_logging(self.log_level, process, self.log_format)
+        tracing.set_up(self.otlp_endpoint, process)
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:

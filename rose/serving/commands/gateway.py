@@ -49,11 +49,12 @@ def gateway(
         die_with_parent,
         is_open_to_others,
         listen,
-        set_up_logging,
+        raise_file_limit,
     )
 
     die_with_parent()
-    set_up_logging(logs.log_level, "gateway", logs.log_format)
+    logs.set_up(f"gateway {worker.partition('/')[0]}" if worker else "gateway")
+    raise_file_limit()
     settings = gateway.settings(read_keys(api_key, api_key_file))
     files = tls.files()
     curve = read_curve_keys(keys, "gateway") if keys else None

@@ -84,6 +84,14 @@ LogLevel = Annotated[
 LogFormat = Annotated[
     Literal["text", "json"], typer.Option(help="A line of text a message, or of JSON.")
 ]
+OtlpEndpoint = Annotated[
+    str | None,
+    typer.Option(
+        help="Send traces there, such as http://localhost:4318; needs the extra otel.",
+        metavar="URL",
+        show_default="no traces",
+    ),
+]
 Host = Annotated[str, typer.Option(help="Interface to listen on; 0.0.0.0 for all.")]
 Port = Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")]
 ApiKeys = Annotated[

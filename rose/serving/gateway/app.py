@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rose.serving import tracing
 from rose.serving.client_api import EngineClient
 from rose.serving.gateway.errors import ApiError, shutting_down
 from rose.serving.gateway.gateway import Gateway
@@ -25,6 +26,8 @@ from rose.serving.gateway.settings import GatewaySettings
 from rose.serving.gateway.workers import Workers
 
 log = logging.getLogger(__name__)
+
+UNTRACED = ("/health", "/ready", "/metrics")  # asked all the time
 
 
 def create_app(
@@ -83,10 +86,29 @@ class Frontdoor:
         scope["rose.exchange"] = exchange
         self.gateway.metrics.in_flight.inc()
         try:
-            await self._serve(scope, receive, _Sender(send, exchange), headers)
+            if tracing.is_on() and scope["path"] not in UNTRACED:
+                await self._serve_traced(scope, receive, _Sender(send, exchange), headers)
+            else:
+                await self._serve(scope, receive, _Sender(send, exchange), headers)
         finally:
             self.gateway.metrics.in_flight.dec()
             self._account(exchange, scope["method"])
+
+    async def _serve_traced(
+        self, scope: Scope, receive: Receive, send: "_Sender", headers: Mapping[bytes, str]
+    ) -> None:
+        exchange = send.exchange
+        with tracing.request_span(scope["path"], headers.get(b"traceparent")) as span:
+            try:
+                await self._serve(scope, receive, send, headers)
+            finally:
+                tracing.end_request(
+                    span,
+                    method=scope["method"],
+                    route=exchange.route,
+                    status=exchange.status,
+                    request_id=exchange.request_id,
+                )
 
     async def _serve(
         self, scope: Scope, receive: Receive, send: "_Sender", headers: Mapping[bytes, str]
