@@ -188,37 +188,6 @@ class EngineClient:
             computed_s=result.computed_s,
         )
 
-    async def score(
-        self,
-        ids: Sequence[npt.NDArray[np.int32]],
-        segments: Sequence[npt.NDArray[np.int32]] | None = None,
-        *,
-        priority: Priority = "online",
-        timeout_s: float | None = None,
-        trace: str = "",
-    ) -> ScoreAnswer:
-        """Score texts, or joined pairs of texts, given as token ids, each int32 [tokens].
-
-        `segments`, of the same lengths, say which token of a pair is of which text, for models
-        that want to know. Cancelling the task that waits here cancels the request at the engine.
-
-        Raises:
-            EngineError: the engine refused, failed, is not there, or took longer than `timeout_s`.
-        """
-        request = ScoreRequest(
-            request_id=next(self._request_ids),
-            priority=priority,
-            trace=trace,
-            traceparent=traceparent(),
-        )
-        lengths = np.fromiter((len(text) for text in ids), np.int32, len(ids))
-        frames = [lengths.data, _joined(ids).data]
-        if segments is not None:
-            frames.append(_joined(segments).data)
-        result, rows = await self._ask(request, frames, timeout_s)
-        scores = np.frombuffer(rows[0], "<f4").reshape(result.count, -1)
-        return ScoreAnswer(scores, queued_s=result.queued_s, computed_s=result.computed_s)
-
     async def generate(
         self,
         ids: npt.NDArray[np.int32],

@@ -21,7 +21,6 @@ from msgspec.structs import replace
 from rose.runtime.build import ModelOptions, ServedModel, build
 from rose.runtime.errors import NonFiniteError, RequestError
 from rose.runtime.queue import EmbedJob
-from rose.runtime.spans import Spans
 from rose.serving import protocol, tracing
 from rose.serving.curve import Doorkeeper, Keys
 from rose.serving.embed_service import EmbedService, FinishedEmbed, OverloadedError

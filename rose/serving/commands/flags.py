@@ -28,7 +28,6 @@ from rose.serving.commands.options import (
     MaxModelLen,
     MaxNumSeqs,
     OtlpEndpoint,
-    RankByCosine,
     RequestTimeout,
     StrictDimensions,
     Tasks,
