@@ -1,4 +1,4 @@
-"""ROSE: one engine that serves LLMs and embedders."""
+"""ROSE: one engine that serves LLMs, embedders and rerankers."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

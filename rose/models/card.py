@@ -9,6 +9,8 @@ from typing import Any, Literal
 import msgspec
 
 Task = Literal["embed", "generate", "score", "classify"]
+EmbeddingOutput = Literal["dense", "sparse", "multi_vector"]
+TokenOutput = Literal["hidden_states", "multi_vector", "token_weights"]
 
 
 class ChatTexts(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +34,10 @@ class EmbeddingCard(msgspec.Struct, frozen=True, kw_only=True):
     when a request names none. `chat` is given where texts, and with them prompts, pass through the
     chat template; prompts are pooled there. `quantizer` says how codes of whole numbers are made,
     see `rose.models.output`. `chunk_separator` is the token that stands between the chunks of a
-    document where the model was trained so; None where nothing does.
+    document where the model was trained so; None where nothing does. `outputs` are the kinds of
+    vectors that it gives: a "sparse" one has a weight for each token of the vocabulary (where
+    "dense" is there too: made of weights of the text's tokens), "multi_vector" a vector for each
+    token of the text.
     """
 
     dimensions: int
@@ -45,6 +50,7 @@ class EmbeddingCard(msgspec.Struct, frozen=True, kw_only=True):
     chat: ChatTexts | None = None
     quantizer: Literal["scale", "tanh"] = "scale"
     chunk_separator: int | None = None
+    outputs: tuple[EmbeddingOutput, ...] = ("dense",)
 
 
 class PairTemplate(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,13 +96,15 @@ class TokenizerCard(msgspec.Struct, frozen=True, kw_only=True):
 
     `special_tokens` maps names such as "bos_token" to their text; `chat_templates` maps a
     template's name ("default", "tool_use", ...) to its Jinja source; `lowercase` is
-    sentence-transformers' `do_lower_case`, applied to the text before tokenisation.
+    sentence-transformers' `do_lower_case`, applied to the text before tokenisation;
+    `truncation_side` is where text that is too long is cut.
     """
 
     special_tokens: dict[str, str] = {}
     chat_templates: dict[str, str] = {}
     lowercase: bool = False
     clean_up_spaces: bool = False
+    truncation_side: Literal["left", "right"] = "right"
 
 
 class GenerationCard(msgspec.Struct, frozen=True, kw_only=True):

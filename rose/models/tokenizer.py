@@ -163,6 +163,7 @@ def read_tokenizer_card(folder: CheckpointFolder, *, lowercase: bool = False) ->
         chat_templates=_chat_templates(folder, config),
         lowercase=lowercase,
         clean_up_spaces=config.get("clean_up_tokenization_spaces") is True,
+        truncation_side="left" if config.get("truncation_side") == "left" else "right",
     )
 
 

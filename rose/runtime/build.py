@@ -22,9 +22,10 @@ from rose.runtime.generation import GenerationLoop
 from rose.runtime.graph_setup import decode_with_graphs, embed_with_graphs
 from rose.runtime.graphs import GraphCache, WarmupShape
 from rose.runtime.kv_cache import PagePool
-from rose.runtime.kv_pool import cache_budget, choose_num_pages
+from rose.runtime.kv_pool import allocate_pages, cache_budget, choose_num_pages
 from rose.runtime.memory import keep_freed_memory
 from rose.runtime.scheduler import Scheduler
+from rose.runtime.scoring import ScoringModel
 from rose.runtime.state_pool import StateSize, fit_states
 from rose.runtime.structured import GrammarCompiler
 from rose.runtime.worker import DeviceWorker
@@ -36,6 +37,8 @@ PAGE_SIZE = 16  # tokens
 # of a prompt holds up every running stream: on a CPU 256 tokens of a small model take 0.5 s.
 STEP_TOKENS_CPU = 256
 STEP_TOKENS_GPU = 2048
+# A batch of pairs whose prompts are shared may have so many times the tokens of another batch.
+SHARED_BATCHES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,13 +88,21 @@ class ServedModel:
     worker: DeviceWorker
     embedding: EmbeddingRuntime | None
     generation: Generation | None
+    scoring: EmbeddingRuntime | None = None
     max_batch_tokens: int = 0
+    max_score_tokens: int = 0
+
+    @property
+    def packed(self) -> list[EmbeddingRuntime]:
+        """The runtimes of packed texts: the one that embeds, the one that scores."""
+        return [runtime for runtime in (self.embedding, self.scoring) if runtime is not None]
 
     @property
     def graphs(self) -> dict[str, GraphCache[Any, Any]]:
-        """The graph caches, by what they are for: "embed" and "decode"."""
+        """The graph caches, by what they are for: "embed", "score", "decode"."""
         caches = {
             "embed": self.embedding.graphs if self.embedding else None,
+            "score": self.scoring.graphs if self.scoring else None,
             "decode": self.generation.runtime.graphs if self.generation else None,
         }
         return {name: cache for name, cache in caches.items() if cache is not None}
@@ -105,8 +116,8 @@ class ServedModel:
         limit = self.card.max_model_len
         if any((shape.tokens or 0) > limit for shape in shapes):
             raise ValueError(f"--warmup: the model takes texts of up to {limit} tokens")
-        if self.embedding:
-            self.embedding.warm_up(shapes, self.card.vocab_size)
+        for runtime in self.packed:
+            runtime.warm_up(shapes, self.card.vocab_size)
         if self.generation:
             self.generation.runtime.warm_up(s.sequences for s in shapes if s.tokens is None)
 
@@ -131,8 +142,8 @@ def build(options: ModelOptions) -> ServedModel:
         tasks=options.tasks or None,
         name=options.name,
     )
-    for model in (loaded.lm, loaded.embedding):
-        if model is not None:
+    for model in (loaded.lm, loaded.embedding, loaded.classifier):
+        if isinstance(model, torch.nn.Module):
             prepare(model)
     if loaded.device.type == "cpu":
         keep_freed_memory()
@@ -144,11 +155,14 @@ def build(options: ModelOptions) -> ServedModel:
         worker=worker,
         embedding=_embedding_runtime(loaded, worker, options),
         generation=generation,
+        scoring=_scoring_runtime(loaded, worker, options),
     )
-    if served.embedding:
-        served.max_batch_tokens = options.max_batch_tokens or served.embedding.measure_saturation(
+    if served.packed:  # they share the backbone, which takes nearly all of the time
+        served.max_batch_tokens = options.max_batch_tokens or served.packed[0].measure_saturation(
             loaded.card.max_model_len, loaded.card.vocab_size
         )
+    if served.scoring:
+        served.max_score_tokens = _share_prefixes(served, options)
     if loaded.device.type == "cuda" and options.max_graph_tokens != 0:
         _use_graphs(served, options)
     try:
@@ -159,10 +173,31 @@ def build(options: ModelOptions) -> ServedModel:
     return served
 
 
+def _share_prefixes(served: ServedModel, options: ModelOptions) -> int:
+    """Let a ranker that is a language model compute a query's prompt once for its documents.
+
+    On a CPU only, where it was measured. Returns the tokens of a batch to score: more than are
+    best without, since most batches are then smaller than they look.
+    """
+    loaded, budget = served.loaded, served.max_batch_tokens
+    facts = loaded.card.scoring
+    assert served.scoring is not None
+    assert facts is not None
+    is_plain = facts.kind == "yes_no" and not state_specs(loaded.backbone)
+    if not is_plain or options.deterministic or loaded.device.type != "cpu":
+        return budget
+    tokens = options.max_batch_tokens or SHARED_BATCHES * budget
+    num_pages = 1 + 2 * -(-tokens // PAGE_SIZE)  # texts share at least two pages' worth
+    specs = loaded.backbone.attention_specs
+    pages = allocate_pages(specs, num_pages, PAGE_SIZE, loaded.dtype, loaded.device)
+    served.scoring.share_prefixes(_choose_backend(loaded, options, PAGE_SIZE), pages)
+    return tokens
+
+
 def _use_graphs(served: ServedModel, options: ModelOptions) -> None:
     capturer = CudaCapturer(served.loaded.device)
-    if served.embedding:
-        embed_with_graphs(served.embedding, served.card, capturer, options.max_graph_tokens)
+    for runtime in served.packed:
+        embed_with_graphs(runtime, served.card, capturer, options.max_graph_tokens)
     if served.generation:
         decode_with_graphs(
             served.generation.runtime,
@@ -190,6 +225,23 @@ def _embedding_runtime(
         worker,
         device=loaded.device,
         deterministic=options.deterministic,
+        recurrent=bool(state_specs(loaded.backbone)),
+    )
+
+
+def _scoring_runtime(
+    loaded: LoadedModel, worker: DeviceWorker, options: ModelOptions
+) -> EmbeddingRuntime | None:
+    facts = loaded.card.scoring
+    if loaded.classifier is None or facts is None:
+        return None
+    return EmbeddingRuntime(
+        ScoringModel(loaded.classifier),
+        _choose_backend(loaded, options, None),
+        worker,
+        device=loaded.device,
+        deterministic=options.deterministic,
+        segment_ids=facts.segment_ids,
         recurrent=bool(state_specs(loaded.backbone)),
     )
 

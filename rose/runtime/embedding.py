@@ -1,20 +1,22 @@
 """The embedding runtime: packed batches through the model, without a KV cache.
 
+A model that scores runs here too: its rows are scores and no vectors.
+
 Shape letters: T tokens, B sequences, D width of a vector.
 """
 
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rose.kernels.attention.base import AttentionBackend, GraphSupport, RaggedLayout
+from rose.kernels.attention.base import AttentionBackend, GraphSupport, KVPages, RaggedLayout
 from rose.kernels.recurrence import RecurrentBatch
 from rose.models.batch import TokenBatch
 from rose.models.embedding import EmbeddingModel
@@ -23,6 +25,8 @@ from rose.runtime.graphs import BatchTime, Capturer, GraphCache, GraphPolicy, Wa
 from rose.runtime.lazy import LazyTensor
 from rose.runtime.queue import IntArray, JobSlice
 from rose.runtime.ragged_graphs import RaggedForward
+from rose.runtime.shared_prefix import PrefixSharing
+from rose.runtime.spans import Spans, gather
 from rose.runtime.worker import DeviceWorker
 
 log = logging.getLogger(__name__)
@@ -35,11 +39,22 @@ DEFAULT_SATURATION = 512
 
 @dataclass(frozen=True, slots=True)
 class EmbedBatch:
-    """Packed texts on the host: `ids` int32 [T], `lengths` int32 [B], `pool_from` int32 [B]."""
+    """Packed texts on the host: `ids` int32 [T], `lengths` int32 [B], `pool_from` int32 [B].
+
+    `segments` int32 [T] are given for models that want to know which token of a pair is of which
+    text. With `spans` there is a row for each of these, else one for each text.
+    """
 
     ids: IntArray
     lengths: IntArray
     pool_from: IntArray
+    segments: IntArray | None = None
+    spans: Spans | None = None
+
+    @property
+    def rows(self) -> IntArray:
+        """Rows of each text, int32 [B]."""
+        return self.spans.counts if self.spans else np.ones_like(self.lengths)
 
     @classmethod
     def of_slices(cls, slices: Sequence[JobSlice]) -> "EmbedBatch":
@@ -53,15 +68,20 @@ class EmbedBatch:
                     for piece in slices
                 ]
             ),
+            segments=_join([piece.segments for piece in slices]),
+            spans=_join_spans([piece.spans for piece in slices]),
         )
 
     def take(self, order: npt.NDArray[np.int64]) -> "EmbedBatch":
-        """Return the texts in another order."""
-        ends = np.cumsum(self.lengths, dtype=np.int64)
-        starts, lengths = (ends - self.lengths)[order], self.lengths[order]
-        new_starts = np.cumsum(lengths, dtype=np.int64) - lengths
-        places = np.arange(len(self.ids)) + np.repeat(starts - new_starts, lengths)
-        return EmbedBatch(self.ids[places], lengths, self.pool_from[order])
+        """Return some texts, or all, in another order."""
+        places = gather(self.lengths, order)
+        return EmbedBatch(
+            self.ids[places],
+            self.lengths[order],
+            self.pool_from[order],
+            None if self.segments is None else self.segments[places],
+            self.spans.take(order) if self.spans else None,
+        )
 
     @classmethod
     def of_equal(cls, count: int, length: int, vocab_size: int) -> "EmbedBatch":
@@ -71,11 +91,40 @@ class EmbedBatch:
 
     def singles(self) -> "list[EmbedBatch]":
         """Return one batch per text."""
-        starts = np.concatenate(([0], np.cumsum(self.lengths)))
-        return [
-            EmbedBatch(self.ids[starts[i] : starts[i + 1]], self.lengths[i : i + 1], pool_from)
-            for i, pool_from in enumerate(np.split(self.pool_from, len(self.lengths)))
-        ]
+        order = np.arange(len(self.lengths))
+        return [self.take(order[i : i + 1]) for i in order]
+
+    def with_segments(self) -> "EmbedBatch":
+        """Return the batch with segments; where it has none, all tokens are of the first."""
+        return (
+            self if self.segments is not None else replace(self, segments=np.zeros_like(self.ids))
+        )
+
+
+def _join(parts: list[IntArray | None]) -> IntArray | None:
+    given = [part for part in parts if part is not None]
+    assert len(given) in (0, len(parts)), "all jobs of a model have segments, or none has"
+    return np.concatenate(given) if given else None
+
+
+def _join_spans(parts: list[Spans | None]) -> Spans | None:
+    given = [part for part in parts if part is not None]
+    assert len(given) in (0, len(parts)), "all jobs of a batch have spans, or none has"
+    return Spans.join(given) if given else None
+
+
+class RowModel(Protocol):
+    """A model that makes a row of `dimensions` numbers of each packed sequence."""
+
+    @property
+    def dimensions(self) -> int:
+        """Numbers per sequence."""
+
+    def __call__(
+        self, batch: TokenBatch, cu_seqlens: Tensor, pool_from: Tensor | None = None
+    ) -> Tensor:
+        """Compute float32 [B, D]; see `rose.models.embedding.EmbeddingModel`."""
+        ...
 
 
 class EmbeddingRuntime:
@@ -83,27 +132,45 @@ class EmbeddingRuntime:
 
     def __init__(
         self,
-        model: EmbeddingModel,
+        model: RowModel,
         backend: AttentionBackend,
         worker: DeviceWorker,
         *,
         device: str | torch.device = "cpu",
         deterministic: bool = False,
+        segment_ids: bool = False,
         recurrent: bool = False,
     ) -> None:
         """Serve `model` with `backend` on the device that `worker` launches for.
 
         With `deterministic` each text runs alone, which makes its vector bit-equal whatever else
-        is in the batch, at the price of throughput on short texts. With `recurrent` it has layers
-        that carry a state.
+        is in the batch, at the price of throughput on short texts. With `segment_ids` the model is
+        told the segment of each token. With `recurrent` it has layers that carry a state.
         """
         self._model = model
         self._backend = backend
         self._worker = worker
         self._device = torch.device(device)
         self._deterministic = deterministic
+        self._segment_ids = segment_ids
         self._recurrent = recurrent
         self._graphs: GraphCache[EmbedBatch, Tensor] | None = None
+        self._prefixes: PrefixSharing | None = None
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether what texts of a batch have in common at their start is computed once."""
+        return self._prefixes is not None
+
+    def share_prefixes(self, backend: AttentionBackend, pages: KVPages) -> None:
+        """Compute common beginnings once from now on, with a back end that reads these pages.
+
+        The model is causal, without segments and without layers that carry a state.
+        """
+        assert not self._deterministic
+        assert not self._segment_ids
+        assert not self._recurrent
+        self._prefixes = PrefixSharing(self._model, backend, pages, self._device)
 
     @property
     def graphs(self) -> GraphCache[EmbedBatch, Tensor] | None:
@@ -125,7 +192,12 @@ class EmbeddingRuntime:
         """Run batches as device graphs from now on, within the limits of `policy`."""
         assert self.can_use_graphs
         forward = RaggedForward(
-            self._model, self._backend, self._device, self._forward, policy.min_pad
+            self._model,
+            self._backend,
+            self._device,
+            self._forward,
+            policy.min_pad,
+            segment_ids=self._segment_ids,
         )
         self._graphs = GraphCache(forward, capturer, policy)
 
@@ -133,7 +205,9 @@ class EmbeddingRuntime:
         """Launch a batch and return at once.
 
         The result is float32 [B, D] on the host: pooled and passed through the checkpoint's
-        modules, before cutting, normalisation and quantisation.
+        modules, before cutting, normalisation and quantisation. With spans it has a row for each
+        of these, which for single tokens are as `EmbeddingModel.token_rows` says; such batches run
+        eagerly, since a graph has a fixed number of rows.
         """
         return self._worker.launch(
             lambda: [self._run(batch)], lambda outputs: self._finish(batch, outputs[0])
@@ -203,17 +277,25 @@ class EmbeddingRuntime:
 
     def _run(self, batch: EmbedBatch) -> Tensor:
         """Launch a batch; its rows are in the order of `_order`."""
+        if self._segment_ids:
+            batch = batch.with_segments()
         if self._deterministic and len(batch.lengths) > 1:
             return torch.cat([self._forward(single) for single in batch.singles()])
         if len(batch.lengths) > 1:
-            batch = batch.take(_order(batch))
-        return self._forward(batch) if self._graphs is None else self._graphs.run(batch)
+            order = _order(batch)
+            if self._prefixes and (rows := self._prefixes.run(batch)) is not None:
+                return rows[self._upload(order)]
+            batch = batch.take(order)
+        if self._graphs is None or batch.spans is not None:
+            return self._forward(batch)
+        return self._graphs.run(batch)
 
     def _finish(self, batch: EmbedBatch, vectors_BD: Tensor) -> Tensor:
         """Copy the rows, on the host, into the order of the texts."""
         if self._deterministic or len(batch.lengths) == 1:
             return vectors_BD.clone()
-        return vectors_BD[torch.from_numpy(np.argsort(_order(batch)))]
+        order = _order(batch)
+        return vectors_BD[torch.from_numpy(gather(batch.rows[order], np.argsort(order)))]
 
     def _forward(self, batch: EmbedBatch) -> Tensor:
         ends = np.cumsum(batch.lengths, dtype=np.int64)
@@ -225,10 +307,27 @@ class EmbeddingRuntime:
             input_ids=self._upload(batch.ids.astype(np.int64)),
             positions=self._upload(positions),
             attention=self._backend.plan_ragged(layout),
+            token_type_ids=self._segments(batch),
             recurrence=RecurrentBatch(layout.lengths, self._device) if self._recurrent else None,
         )
+        if batch.spans is not None:
+            return self._forward_spans(tokens, batch.spans, batch.lengths)
         pool_from = self._upload(batch.pool_from) if batch.pool_from.any() else None
         return self._model(tokens, cu_seqlens, pool_from)
+
+    def _forward_spans(self, tokens: TokenBatch, spans: Spans, lengths: IntArray) -> Tensor:
+        assert isinstance(self._model, EmbeddingModel), "spans are pooled by embedders only"
+        x_TC = self._model.backbone(tokens)
+        if spans.output is not None:
+            return self._model.token_rows(x_TC, spans.output)
+        cu_seqlens, starts = spans.segments(lengths)
+        x_TC = x_TC[: int(cu_seqlens[-1])]
+        return self._model.pool(x_TC, self._upload(cu_seqlens), self._upload(starts))
+
+    def _segments(self, batch: EmbedBatch) -> Tensor | None:
+        if not self._segment_ids or batch.segments is None:
+            return None
+        return self._upload(batch.segments.astype(np.int64))
 
     def _upload(self, array: npt.NDArray[Any]) -> Tensor:
         return upload(torch.from_numpy(array), self._device)

@@ -11,15 +11,19 @@ Python work per text.
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from rose.models.card import TokenOutput
+from rose.runtime.spans import Spans, first_rows
 
 if TYPE_CHECKING:
     from rose.runtime.options import Priority
 
 IntArray = npt.NDArray[np.int32]
+RowKind = Literal["text", "span"] | TokenOutput
 
 BULK_TURN = 4
 
@@ -30,23 +34,36 @@ class EmbedJob:
 
     `lengths` int32 [B] are tokens per text, all at least 1; `ids` int32 [sum of lengths] their
     tokens, one text after another. `pool_from` tokens at the head of each text are not pooled.
+    `segments` int32 [sum of lengths] says, for pairs of texts, of which text a token is. With
+    `spans` each text has a row for each of its spans, else one row.
     """
 
     ids: IntArray
     lengths: IntArray
     pool_from: int = 0
     priority: "Priority" = "online"
+    segments: IntArray | None = None
+    spans: Spans | None = None
     arrived: float = field(default_factory=time.monotonic)
     started: float | None = None
     taken: int = 0
     starts: npt.NDArray[np.int64] = field(init=False)
+    rows: npt.NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Index the texts: text i is ids[starts[i]:starts[i + 1]]."""
-        self.starts = np.concatenate(([0], np.cumsum(self.lengths, dtype=np.int64)))
+        """Index the texts: text i is ids[starts[i]:starts[i + 1]], its rows are likewise `rows`."""
+        self.starts = first_rows(self.lengths)
+        self.rows = first_rows(self.spans.counts) if self.spans else np.arange(len(self) + 1)
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def row_kind(self) -> RowKind:
+        """What a row of the job is. A batch has rows of one kind."""
+        if self.spans is None:
+            return "text"
+        return self.spans.output or "span"
 
     @property
     def tokens_waiting(self) -> int:
@@ -67,9 +84,27 @@ class JobSlice(NamedTuple):
         return self.job.ids[self.job.starts[self.first] : self.job.starts[self.last]]
 
     @property
+    def segments(self) -> IntArray | None:
+        """Segments of these texts' tokens, where there are any."""
+        segments = self.job.segments
+        if segments is None:
+            return None
+        return segments[self.job.starts[self.first] : self.job.starts[self.last]]
+
+    @property
     def lengths(self) -> IntArray:
         """Tokens per text."""
         return self.job.lengths[self.first : self.last]
+
+    @property
+    def rows(self) -> slice:
+        """Where these texts' rows are among those of the job."""
+        return slice(int(self.job.rows[self.first]), int(self.job.rows[self.last]))
+
+    @property
+    def spans(self) -> Spans | None:
+        """Spans of these texts, where there are any."""
+        return self.job.spans.part(self.first, self.last) if self.job.spans else None
 
 
 class EmbedQueue:
@@ -116,6 +151,8 @@ class EmbedQueue:
         for lane in self._lanes_in_turn():
             while lane and max_texts > 0 and max_tokens > 0:
                 job = lane[0]
+                if slices and job.row_kind != slices[0].job.row_kind:
+                    return slices
                 last = _fit(job, max_tokens, max_texts, at_least_one=not slices)
                 if last == job.taken:
                     break

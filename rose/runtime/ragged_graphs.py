@@ -1,4 +1,4 @@
-"""The embedding model's forward pass in buckets, for the graph cache.
+"""The forward pass of a model of packed texts in buckets, for the graph cache.
 
 Shape letters: T tokens of the bucket, S sequences of the bucket, D width of a vector.
 """
@@ -18,8 +18,7 @@ from rose.runtime.graphs import GraphKey, ragged_key
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rose.models.embedding import EmbeddingModel
-    from rose.runtime.embedding import EmbedBatch
+    from rose.runtime.embedding import EmbedBatch, RowModel
 
 
 class RaggedForward:
@@ -27,17 +26,23 @@ class RaggedForward:
 
     def __init__(
         self,
-        model: "EmbeddingModel",
+        model: "RowModel",
         backend: AttentionBackend,
         device: torch.device,
         eager: "Callable[[EmbedBatch], Tensor]",
         min_pad: int,
+        *,
+        segment_ids: bool = False,
     ) -> None:
-        """Serve `model` with `backend`; `eager` runs a batch as it is."""
+        """Serve `model` with `backend`; `eager` runs a batch as it is.
+
+        With `segment_ids` the model is told the segment of each token.
+        """
         self.model = model
         self.backend = backend
         self.device = device
         self.eager = eager
+        self.segment_ids = segment_ids
         self._min_pad = min_pad
 
     def key(self, batch: "EmbedBatch") -> GraphKey:
@@ -65,15 +70,16 @@ class RaggedProgram:
         self._model = forward.model
         self._key = key
         slots = key.sequences + 1
-        self._inputs = FixedInputs(
-            forward.device,
-            {
-                "ids": (torch.int64, (key.tokens,)),
-                "positions": (torch.int64, (key.tokens,)),
-                "cu_seqlens": (torch.int32, (slots + 1,)),
-                "pool_from": (torch.int32, (slots,)),
-            },
-        )
+        fields: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            "ids": (torch.int64, (key.tokens,)),
+            "positions": (torch.int64, (key.tokens,)),
+            "cu_seqlens": (torch.int32, (slots + 1,)),
+            "pool_from": (torch.int32, (slots,)),
+        }
+        self._segment_ids = forward.segment_ids
+        if forward.segment_ids:
+            fields["segments"] = (torch.int64, (key.tokens,))
+        self._inputs = FixedInputs(forward.device, fields)
         self._attention = forward.backend.fix_ragged(self._upload(batch), key.max_seqlen)
         self._vectors_SD = torch.zeros(slots, forward.model.dimensions, device=forward.device)
 
@@ -84,7 +90,8 @@ class RaggedProgram:
     def compute(self) -> None:
         """Run the model."""
         inputs = self._inputs
-        tokens = TokenBatch(inputs["ids"], inputs["positions"], self._attention)
+        segments = inputs["segments"] if self._segment_ids else None
+        tokens = TokenBatch(inputs["ids"], inputs["positions"], self._attention, segments)
         self._vectors_SD.copy_(self._model(tokens, inputs["cu_seqlens"], inputs["pool_from"]))
 
     def output(self, batch: "EmbedBatch") -> Tensor:
@@ -98,8 +105,13 @@ class RaggedProgram:
         positions[len(batch.ids) :] = 0  # a position that every model has
         pool_from = np.zeros(len(lengths), np.int32)
         pool_from[: len(batch.pool_from)] = batch.pool_from
+        padding = (0, int(lengths[-1]))
+        arrays = {"ids": np.pad(batch.ids.astype(np.int64), padding)}
+        if self._segment_ids:
+            assert batch.segments is not None
+            arrays["segments"] = np.pad(batch.segments.astype(np.int64), padding)
         self._inputs.fill(
-            ids=np.pad(batch.ids.astype(np.int64), (0, int(lengths[-1]))),
+            **arrays,
             positions=positions,
             cu_seqlens=np.concatenate(([0], ends)).astype(np.int32),
             pool_from=pool_from,

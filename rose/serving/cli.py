@@ -18,17 +18,30 @@ from rose.serving.commands.gateway import gateway
 from rose.serving.commands.generate import generate
 from rose.serving.commands.inspect import inspect
 from rose.serving.commands.models import models
+from rose.serving.commands.rerank import rerank
 from rose.serving.commands.serve import serve
 
 app = typer.Typer(
     name="rose",
-    help="ROSE, a Runtime-Optimized Serving Engine: serve LLMs and embedders.",
+    help="ROSE, a Runtime-Optimized Serving Engine: serve LLMs, embedders and rerankers.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (serve, engine, gateway, embed, generate, chat, convert, inspect, models, keys):
+for command in (
+    serve,
+    engine,
+    gateway,
+    embed,
+    rerank,
+    generate,
+    chat,
+    convert,
+    inspect,
+    models,
+    keys,
+):
     app.command()(command)
 app.add_typer(bench, name="bench")
 

@@ -20,10 +20,10 @@ import zmq.asyncio
 from msgspec.structs import replace
 from zmq.utils.monitor import recv_monitor_message
 
-from rose.models.card import ModelCard
+from rose.models.card import ModelCard, TokenOutput
 from rose.runtime.options import EmbedOptions, OutputDtype, Priority, SamplingParams
 from rose.serving import protocol
-from rose.serving.client_api import EmbedAnswer, EngineError
+from rose.serving.client_api import EmbedAnswer, EngineError, ScoreAnswer
 from rose.serving.curve import NO_HANDSHAKE, Keys
 from rose.serving.protocol import (
     PROTOCOL_VERSION,
@@ -36,6 +36,7 @@ from rose.serving.protocol import (
     Ping,
     Pong,
     Refused,
+    ScoreRequest,
     Stats,
     Tokens,
     TokensDelta,
@@ -63,6 +64,10 @@ NUMPY_DTYPES: dict[OutputDtype, str] = {
 }
 
 Answer = tuple[EmbedResult, list[Any]]
+
+
+def _joined(texts: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.int32]:
+    return np.concatenate([np.asarray(text, np.int32) for text in texts])
 
 
 class EngineClient:
@@ -155,11 +160,15 @@ class EngineClient:
         options: EmbedOptions,
         *,
         pool_from: int = 0,
+        spans: Sequence[npt.NDArray[np.int32]] | None = None,
+        per_token: TokenOutput | None = None,
         priority: Priority = "online",
         timeout_s: float | None = None,
         trace: str = "",
     ) -> EmbedAnswer:
-        """Embed texts given as token ids, each int32 [tokens].
+        """Embed texts given as token ids, each int32 [tokens], or `spans` of each, int32 [n, 2].
+
+        With `per_token` the answer has that of each token, float32.
 
         Cancelling the task that waits here cancels the request at the engine.
 
@@ -170,23 +179,54 @@ class EngineClient:
             request_id=next(self._request_ids),
             options=options,
             pool_from=pool_from,
+            per_token=per_token,
             priority=priority,
             trace=trace,
             traceparent=traceparent(),
         )
         lengths = np.fromiter((len(text) for text in ids), np.int32, len(ids))
-        flat = np.concatenate([np.asarray(text, np.int32) for text in ids])
-        try:
-            async with asyncio.timeout(timeout_s):
-                result, frames = await self._ask(request, [lengths.data, flat.data])
-        except TimeoutError:
-            raise EngineError("deadline", f"no answer within {timeout_s} seconds") from None
+        sent = [lengths.data, _joined(ids).data]
+        if spans is not None:
+            counts = np.fromiter((len(part) for part in spans), np.int32, len(spans))
+            sent += [counts.data, _joined(spans).data]
+        result, frames = await self._ask(request, sent, timeout_s)
         vectors = np.frombuffer(frames[0], NUMPY_DTYPES[options.output_dtype])
         return EmbedAnswer(
             vectors.reshape(result.count, -1),
             queued_s=result.queued_s,
             computed_s=result.computed_s,
         )
+
+    async def score(
+        self,
+        ids: Sequence[npt.NDArray[np.int32]],
+        segments: Sequence[npt.NDArray[np.int32]] | None = None,
+        *,
+        priority: Priority = "online",
+        timeout_s: float | None = None,
+        trace: str = "",
+    ) -> ScoreAnswer:
+        """Score texts, or joined pairs of texts, given as token ids, each int32 [tokens].
+
+        `segments`, of the same lengths, say which token of a pair is of which text, for models
+        that want to know. Cancelling the task that waits here cancels the request at the engine.
+
+        Raises:
+            EngineError: the engine refused, failed, is not there, or took longer than `timeout_s`.
+        """
+        request = ScoreRequest(
+            request_id=next(self._request_ids),
+            priority=priority,
+            trace=trace,
+            traceparent=traceparent(),
+        )
+        lengths = np.fromiter((len(text) for text in ids), np.int32, len(ids))
+        frames = [lengths.data, _joined(ids).data]
+        if segments is not None:
+            frames.append(_joined(segments).data)
+        result, rows = await self._ask(request, frames, timeout_s)
+        scores = np.frombuffer(rows[0], "<f4").reshape(result.count, -1)
+        return ScoreAnswer(scores, queued_s=result.queued_s, computed_s=result.computed_s)
 
     async def generate(
         self,
@@ -232,7 +272,19 @@ class EngineClient:
         if self._unready_reason is not None:
             raise EngineError("unavailable", f"the engine is not ready: {self._unready_reason}")
 
-    async def _ask(self, request: EmbedRequest, frames: Sequence[Any]) -> Answer:
+    async def _ask(
+        self,
+        request: EmbedRequest | ScoreRequest,
+        frames: Sequence[Any],
+        timeout_s: float | None = None,
+    ) -> Answer:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._sent(request, frames)
+        except TimeoutError:
+            raise EngineError("deadline", f"no answer within {timeout_s} seconds") from None
+
+    async def _sent(self, request: EmbedRequest | ScoreRequest, frames: Sequence[Any]) -> Answer:
         self._check_ready()
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._pending[request.request_id] = future

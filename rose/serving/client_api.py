@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from rose.models.card import ModelCard
+from rose.models.card import ModelCard, TokenOutput
 from rose.runtime.options import EmbedOptions, Priority, SamplingParams
 from rose.serving.protocol import FailureKind, Stats, TokensDelta
 
@@ -43,6 +43,21 @@ class EmbedAnswer:
     computed_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class ScoreAnswer:
+    """The raw scores of one request.
+
+    Attributes:
+        scores: float32 [texts, labels], before any activation.
+        queued_s: Seconds from arrival at the engine to the first step.
+        computed_s: Seconds from the first step to the answer.
+    """
+
+    scores: npt.NDArray[np.float32]
+    queued_s: float
+    computed_s: float
+
+
 class EngineClient(Protocol):
     """A connection to the engine (or the replicas) of one model, used from one event loop."""
 
@@ -72,12 +87,36 @@ class EngineClient(Protocol):
         options: EmbedOptions,
         *,
         pool_from: int = 0,
+        spans: Sequence[npt.NDArray[np.int32]] | None = None,
+        per_token: TokenOutput | None = None,
         priority: Priority = "online",
         timeout_s: float | None = None,
         trace: str = "",
     ) -> EmbedAnswer:
         """Embeds texts given as token ids; one row per text, in order.
 
+        With `spans`, int32 [n, 2] for each text, one row per span: first token, and the one after
+        its last. With `per_token`, one row per token, float32, whatever the options.
+
+        Cancelling the awaiting task cancels the request at the engine.
+
+        Raises:
+            EngineError: The request failed.
+        """
+        ...
+
+    async def score(
+        self,
+        ids: Sequence[npt.NDArray[np.int32]],
+        segments: Sequence[npt.NDArray[np.int32]] | None = None,
+        *,
+        priority: Priority = "online",
+        timeout_s: float | None = None,
+        trace: str = "",
+    ) -> ScoreAnswer:
+        """Scores texts, or joined pairs of texts, given as token ids; one row per text, in order.
+
+        `segments` say which token is of which text of a pair, for models that want to know.
         Cancelling the awaiting task cancels the request at the engine.
 
         Raises:

@@ -19,12 +19,13 @@ import numpy.typing as npt
 from rose.models.card import EmbeddingCard
 from rose.models.output import finish
 from rose.runtime.build import ServedModel
-from rose.runtime.embedding import EmbedBatch
+from rose.runtime.embedding import EmbedBatch, EmbeddingRuntime
 from rose.runtime.errors import NonFiniteError, RequestError
 from rose.runtime.faults import is_lasting
 from rose.runtime.lazy import LazyTensor
 from rose.runtime.options import EmbedOptions
-from rose.runtime.queue import EmbedJob, EmbedQueue, JobSlice
+from rose.runtime.queue import EmbedJob, EmbedQueue, IntArray, JobSlice
+from rose.runtime.spans import Spans
 from rose.serving.process import waker
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class OverloadedError(RuntimeError):
 
 
 class FinishedEmbed(NamedTuple):
-    """Vectors [B, d] of the requested dtype, seconds in the queue, seconds since the first step."""
+    """Vectors [B, d] of the requested dtype (or scores), seconds queued, seconds of computing."""
 
     vectors: npt.NDArray[Any]
     queued_s: float
@@ -59,13 +60,13 @@ class EmbedCall:
         self.options = options
         self.deliver = deliver
         self.rows: FloatRows | None = None
-        self.missing = len(job)
+        self.missing = int(job.rows[-1])
 
-    def add(self, first: int, rows: FloatRows) -> None:
-        """Keep the rows of texts from `first` on."""
+    def add(self, place: slice, rows: FloatRows) -> None:
+        """Keep the rows that belong to `place`."""
         if self.rows is None:
-            self.rows = np.empty((len(self.job), rows.shape[1]), np.float32)
-        self.rows[first : first + len(rows)] = rows
+            self.rows = np.empty((self.missing, rows.shape[1]), np.float32)
+        self.rows[place] = rows
         self.missing -= len(rows)
 
 
@@ -75,8 +76,8 @@ class EmbedService:
     def __init__(self, served: ServedModel, *, max_queue_tokens: int) -> None:
         """Serve the embedding runtime of `served`, if it has one."""
         self._card = served.card
-        self._runtime = served.embedding
-        self._budget = served.max_batch_tokens
+        self._runtime = self._choose_runtime(served)
+        self._budget = self._choose_budget(served)
         self._max_queue_tokens = max_queue_tokens
         self._queue = EmbedQueue()
         self._calls: dict[EmbedJob, EmbedCall] = {}
@@ -104,8 +105,7 @@ class EmbedService:
             RequestError: it is wrong in a way that would hurt others.
             OverloadedError: too much is waiting.
         """
-        self._check(job)
-        self._check_options(options)
+        self._check(job, options)
         if self._queue.tokens and self._queue.tokens + len(job.ids) > self._max_queue_tokens:
             raise OverloadedError("the queue of the engine is full")
         self._calls[job] = EmbedCall(job, options, deliver)
@@ -131,11 +131,21 @@ class EmbedService:
             self._launch(wake)
             await self._wake.wait()
 
-    def _check(self, job: EmbedJob) -> None:
+    def _choose_runtime(self, served: ServedModel) -> EmbeddingRuntime | None:
+        return served.embedding
+
+    def _choose_budget(self, served: ServedModel) -> int:
+        return served.max_batch_tokens
+
+    def _check(self, job: EmbedJob, options: EmbedOptions) -> None:
         """Check what would hurt others if it were wrong; the gateway has checked it nicely."""
-        card, lengths = self._card, job.lengths
         if self._runtime is None:
-            raise RequestError(f"model {card.name!r} cannot embed", "model")
+            raise RequestError(f"model {self._card.name!r} cannot embed", "model")
+        self._check_texts(job)
+        self._check_options(options)
+
+    def _check_texts(self, job: EmbedJob) -> None:
+        card, lengths = self._card, job.lengths
         if not len(job) or lengths.min() < 1 or job.starts[-1] != len(job.ids):
             raise RequestError("lengths have to be at least 1 and to sum up to the ids", "input")
         if lengths.max() > card.max_model_len:
@@ -145,6 +155,9 @@ class EmbedService:
             raise RequestError(f"token ids go from 0 to {card.vocab_size - 1}", "input")
         if not 0 <= job.pool_from < lengths.min():
             raise RequestError("the prompt leaves no token to pool", "input")
+        if job.spans is not None:
+            _check_spans(job.spans, lengths)
+            _check_output(job.spans, card.embedding)
 
     def _launch(self, on_done: Callable[[], None]) -> None:
         """Launch what there is when the device is idle, and a full batch behind a running one."""
@@ -181,7 +194,7 @@ class EmbedService:
             return
         start = 0
         for piece in slices:
-            stop = start + piece.last - piece.first
+            stop = start + piece.rows.stop - piece.rows.start
             self._keep(piece, vectors[start:stop])
             start = stop
 
@@ -197,26 +210,47 @@ class EmbedService:
             return  # cancelled meanwhile
         bad = np.flatnonzero(~np.isfinite(rows).all(axis=1))
         if len(bad):
-            where = f"input[{piece.first + bad[0]}]"
+            text = np.searchsorted(piece.job.rows, piece.rows.start + bad[0], side="right") - 1
+            where = f"input[{text}]"
             self._end(piece.job, NonFiniteError("the model computed NaN or infinity", where))
             return
-        call.add(piece.first, rows)
+        call.add(piece.rows, rows)
         if not call.missing:
             self._end(piece.job, self._answer(call))
 
     def _answer(self, call: EmbedCall) -> FinishedEmbed:
-        embedding, job = self._card.embedding, call.job
-        assert embedding is not None
+        job = call.job
         assert call.rows is not None
         assert job.started is not None
-        vectors = finish(call.rows, call.options, embedding.normalize, embedding.quantizer)
-        return FinishedEmbed(vectors, job.started - job.arrived, time.monotonic() - job.started)
+        rows = call.rows
+        if job.row_kind in ("text", "span"):
+            rows = self._finish_rows(rows, call.options)
+        return FinishedEmbed(rows, job.started - job.arrived, time.monotonic() - job.started)
+
+    def _finish_rows(self, rows: FloatRows, options: EmbedOptions) -> npt.NDArray[Any]:
+        embedding = self._card.embedding
+        assert embedding is not None
+        return finish(rows, options, embedding.normalize, embedding.quantizer)
 
     def _end(self, job: EmbedJob, outcome: FinishedEmbed | Exception) -> None:
         call = self._calls.pop(job, None)
         if call is not None:
             self._queue.cancel(job)
             call.deliver(outcome)
+
+
+def _check_spans(spans: Spans, lengths: IntArray) -> None:
+    try:
+        spans.check(lengths)
+    except ValueError as error:
+        raise RequestError(str(error), "input") from None
+
+
+def _check_output(spans: Spans, embedding: EmbeddingCard | None) -> None:
+    outputs = embedding.outputs if embedding else ()
+    needed = {"multi_vector": ("multi_vector",), "token_weights": ("dense", "sparse")}
+    if not {*needed.get(spans.output or "", ())} <= {*outputs}:
+        raise RequestError(f"the model has no {spans.output}", "model")
 
 
 def _check_options(embedding: EmbeddingCard | None, options: EmbedOptions) -> None:

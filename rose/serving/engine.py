@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from rose.runtime.build import ModelOptions, ServedModel, build
 from rose.runtime.errors import NonFiniteError, RequestError
 from rose.runtime.queue import EmbedJob
+from rose.runtime.spans import Spans
 from rose.serving import protocol, tracing
 from rose.serving.curve import Doorkeeper, Keys
 from rose.serving.embed_service import EmbedService, FinishedEmbed, OverloadedError
@@ -42,11 +43,13 @@ from rose.serving.protocol import (
     Ping,
     Pong,
     Refused,
+    ScoreRequest,
     Stats,
     Tokens,
     TokensDelta,
     Welcome,
 )
+from rose.serving.score_service import ScoreService
 from rose.serving.transport import (
     bind_router,
     bound_address,
@@ -107,6 +110,7 @@ class EngineServer:
             else None
         )
         self._embed = EmbedService(served, max_queue_tokens=max_queue_tokens)
+        self._score = ScoreService(served, max_queue_tokens=max_queue_tokens)
         self._clients: dict[bytes, Client] = {}
         self._loops: list[asyncio.Task[None]] = []
         self._draining = False
@@ -119,7 +123,8 @@ class EngineServer:
         Raises:
             EngineFailedError: a fault that no request can be blamed for.
         """
-        loops = [self._receive_loop, self._embed.run, self._watch_clients, self._watch_steps, beat]
+        loops = [self._receive_loop, self._embed.run, self._score.run]
+        loops += [self._watch_clients, self._watch_steps, beat]
         if self._generate:
             loops.append(self._generate.run)
         self._loops = [asyncio.create_task(loop()) for loop in loops]
@@ -162,7 +167,8 @@ class EngineServer:
 
     @property
     def _requests(self) -> int:
-        return self._embed.requests + (self._generate.requests if self._generate else 0)
+        packed = self._embed.requests + self._score.requests
+        return packed + (self._generate.requests if self._generate else 0)
 
     # Messages in
 
@@ -200,7 +206,7 @@ class EngineServer:
             self._cancel(client, message.request_id)
         elif isinstance(message, GraphsRequest):
             self._send(identity, GraphsResult(graph_grids(self._served.graphs)))
-        elif isinstance(message, EmbedRequest | GenerateRequest):
+        elif isinstance(message, EmbedRequest | ScoreRequest | GenerateRequest):
             try:
                 self._admit(identity, client, message, frames)
             except Exception as error:  # noqa: BLE001 - every request gets an answer
@@ -221,7 +227,7 @@ class EngineServer:
         self,
         identity: bytes,
         client: Client,
-        request: EmbedRequest | GenerateRequest,
+        request: EmbedRequest | ScoreRequest | GenerateRequest,
         frames: list[bytes],
     ) -> None:
         if self._draining:
@@ -230,6 +236,8 @@ class EngineServer:
             raise RequestError(f"request {request.request_id} is under way already")
         if isinstance(request, GenerateRequest):
             cancel = self._admit_generation(identity, request, frames)
+        elif isinstance(request, ScoreRequest):
+            cancel = self._admit_scoring(identity, request, frames)
         else:
             cancel = self._admit_embedding(identity, request, frames)
         client.requests[request.request_id] = Work(cancel, request.trace, request.traceparent)
@@ -237,9 +245,16 @@ class EngineServer:
     def _admit_embedding(
         self, identity: bytes, request: EmbedRequest, frames: list[bytes]
     ) -> Callable[[], None]:
-        job = _read_job(request, frames)
+        job = _read_embed_job(request, frames)
         self._embed.submit(job, request.options, partial(self._answer, identity, request))
         return partial(self._embed.cancel, job)
+
+    def _admit_scoring(
+        self, identity: bytes, request: ScoreRequest, frames: list[bytes]
+    ) -> Callable[[], None]:
+        job = _read_job(request, frames, optional=1)
+        self._score.submit_texts(job, partial(self._answer, identity, request))
+        return partial(self._score.cancel, job)
 
     def _admit_generation(
         self, identity: bytes, request: GenerateRequest, frames: list[bytes]
@@ -291,7 +306,10 @@ class EngineServer:
     # Messages out
 
     def _answer(
-        self, identity: bytes, request: EmbedRequest, outcome: FinishedEmbed | Exception
+        self,
+        identity: bytes,
+        request: EmbedRequest | ScoreRequest,
+        outcome: FinishedEmbed | Exception,
     ) -> None:
         self._forget(identity, request.request_id)
         if isinstance(outcome, Exception):
@@ -359,13 +377,15 @@ class EngineServer:
             self._drop(identity)
 
     def _stats(self) -> Stats:
-        queued = self._embed.queue.untouched + (self._generate.queued if self._generate else 0)
+        packed = (self._embed, self._score)
+        queued = sum(service.queue.untouched for service in packed)
+        queued += self._generate.queued if self._generate else 0
         stats = Stats(
             requests_running=self._requests - queued,
             requests_queued=queued,
-            tokens_queued=self._embed.queue.tokens,
-            steps=self._embed.steps,
-            tokens=self._embed.tokens,
+            tokens_queued=sum(service.queue.tokens for service in packed),
+            steps=sum(service.steps for service in packed),
+            tokens=sum(service.tokens for service in packed),
             **graph_counts(self._served.graphs.values()),
         )
         if self._generate is None:
@@ -435,8 +455,34 @@ def _failure(request_id: int, error: Exception) -> Failure:
     return Failure(request_id=request_id, kind=kind, message=message, field=field)
 
 
-def _read_job(request: EmbedRequest, frames: list[bytes]) -> EmbedJob:
-    if len(frames) != 2 or any(len(frame) % 4 for frame in frames):
-        raise RequestError("expected two frames of int32: lengths and ids")
-    lengths, ids = (np.frombuffer(frame, np.int32) for frame in frames)
-    return EmbedJob(ids, lengths, request.pool_from, request.priority)
+def _read_embed_job(request: EmbedRequest, frames: list[bytes]) -> EmbedJob:
+    job = _read_job(request, frames[:2], pool_from=request.pool_from)
+    spans = _read_spans(request, job, frames[2:])
+    if spans is None:
+        return job
+    return EmbedJob(job.ids, job.lengths, job.pool_from, job.priority, spans=spans)
+
+
+def _read_spans(request: EmbedRequest, job: EmbedJob, frames: list[bytes]) -> Spans | None:
+    if not frames:
+        fits = len(job) and job.lengths.min() > 0 and job.starts[-1] == len(job.ids)
+        return Spans.tokens(job.lengths, request.per_token) if request.per_token and fits else None
+    if len(frames) != 2 or request.per_token or len(frames[0]) % 4 or len(frames[1]) % 8:
+        raise RequestError("expected two more frames of int32: spans per text, pairs of bounds")
+    counts, bounds = (np.frombuffer(frame, np.int32) for frame in frames)
+    return Spans(counts, bounds.reshape(-1, 2))
+
+
+def _read_job(
+    request: EmbedRequest | ScoreRequest,
+    frames: list[bytes],
+    *,
+    pool_from: int = 0,
+    optional: int = 0,
+) -> EmbedJob:
+    if not 2 <= len(frames) <= 2 + optional or any(len(frame) % 4 for frame in frames):
+        raise RequestError("expected frames of int32: lengths and ids")
+    lengths, ids, *segments = (np.frombuffer(frame, np.int32) for frame in frames)
+    job = EmbedJob(ids, lengths, pool_from, request.priority)
+    job.segments = segments[0] if segments else None
+    return job

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-TITLES = {"embed": "Batches of texts", "decode": "Decode steps"}
+TITLES = {"embed": "Batches of texts", "score": "Batches to score", "decode": "Decode steps"}
 SYMBOLS: dict[GraphState, str] = {"captured": "■", "warm": "○", "failed": "x", "cold": "·"}
 STYLES: dict[GraphState, str] = {
     "captured": "green",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -14,25 +14,19 @@ import numpy.typing as npt
 from rose.models.card import ChatTexts, EmbeddingCard, ModelCard
 from rose.models.output import finish
 from rose.runtime.build import ModelOptions, build
-from rose.runtime.embedding import EmbedBatch, EmbeddingRuntime
+from rose.runtime.embedding import EmbeddingRuntime
 from rose.runtime.errors import NonFiniteError, RequestError
 from rose.runtime.options import OUTPUT_DTYPES, EmbedOptions, OutputDtype, SamplingParams
-from rose.runtime.queue import EmbedJob, EmbedQueue, JobSlice
 from rose.serving.gateway.chat_texts import render_text, template_edges
 from rose.serving.gateway.detokenization import TokenTable
 from rose.serving.gateway.templates import TemplateError, render
 from rose.serving.gateway.tokenization import Tokenizer
 from rose.serving.local_generation import Completion, LocalGenerator, Request
-
-if TYPE_CHECKING:
-    from rose.runtime.lazy import LazyTensor
+from rose.serving.local_rows import Progress, run_rows
+from rose.serving.local_scores import ScoreMethods
 
 Text = str | Sequence[int]
 Ids = npt.NDArray[np.int32]
-Progress = Callable[[int, int], None]
-
-MAX_TEXTS_PER_BATCH = 1024
-STEPS_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +47,7 @@ class EncodedTexts:
         return sum(len(text) for text in self.ids)
 
 
-class Engine:
+class Engine(ScoreMethods):
     """A loaded model. Use it as a context manager, or call `close`.
 
     Methods may be called from one thread at a time.
@@ -84,7 +78,7 @@ class Engine:
             max_batch_tokens: tokens of a batch; None measures what is best, in about a second.
             max_num_seqs: sequences that are generated at one time.
             kv_cache_memory: bytes for keys and values; None is a share of the free memory.
-            tasks: "embed", "generate"; none is what the checkpoint is for.
+            tasks: "embed", "generate", "score", "classify"; none is what the checkpoint is for.
             deterministic: run each text alone, so that its vector is bit-equal in any company.
 
         Raises:
@@ -195,7 +189,16 @@ class Engine:
         options = _check_options(facts, dimensions, normalize, output_dtype)
         if not encoded.ids:
             return _finish(np.zeros((1, facts.dimensions), np.float32), options, facts)[:0]
-        rows = self._run(runtime, encoded.ids, encoded.pool_from, progress)
+        if encoded.pool_from >= min(map(len, encoded.ids)):
+            raise RequestError("the prompt leaves no token to pool", "prompt")
+        rows = run_rows(
+            runtime,
+            encoded.ids,
+            width=facts.dimensions,
+            batch_tokens=self._served.max_batch_tokens,
+            skip=encoded.pool_from,
+            progress=progress,
+        )
         return _finish(rows, options, facts)
 
     def generate(
@@ -379,31 +382,6 @@ class Engine:
             raise RequestError(message, place)
         return ids.astype(np.int32)
 
-    def _run(
-        self, runtime: EmbeddingRuntime, ids: Sequence[Ids], skip: int, progress: Progress | None
-    ) -> npt.NDArray[np.float32]:
-        """Run texts longest first, so that those of a batch are of like length."""
-        lengths = np.array([len(text) for text in ids], np.int32)
-        if skip >= lengths.min():
-            raise RequestError("the prompt leaves no token to pool", "prompt")
-        order = np.argsort(-lengths, kind="stable")
-        queue = EmbedQueue()
-        queue.add(EmbedJob(np.concatenate([ids[i] for i in order]), lengths[order], skip))
-        rows = np.empty((len(ids), self._served.loaded.card.embedding.dimensions), np.float32)  # type: ignore[union-attr]
-        running: list[tuple[list[JobSlice], LazyTensor[Any]]] = []
-        done = 0
-        while queue or running:
-            while queue and len(running) < STEPS_IN_FLIGHT:
-                slices = queue.take(self._served.max_batch_tokens, MAX_TEXTS_PER_BATCH)
-                running.append((slices, runtime.step(EmbedBatch.of_slices(slices))))
-            (piece,), lazy = running.pop(0)
-            rows[order[piece.first : piece.last]] = lazy.result().numpy()
-            done += piece.last - piece.first
-            if progress:
-                progress(done, len(ids))
-        _check_finite(rows)
-        return rows
-
 
 def _as_list(texts: Text | Sequence[Text]) -> list[Text]:
     """Return a list also for a single text or a single list of token ids."""
@@ -420,13 +398,6 @@ def _at_prompt(index: int, error: Exception) -> Exception:
     if isinstance(error, NonFiniteError):
         return NonFiniteError(f"{place}: {error}", place)
     return error
-
-
-def _check_finite(rows: npt.NDArray[np.float32]) -> None:
-    bad = np.flatnonzero(~np.isfinite(rows).all(axis=1))
-    if len(bad):
-        field = f"input[{bad[0]}]"
-        raise NonFiniteError(f"the model computed NaN or infinity for {field}", field)
 
 
 def _check_options(

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from rose.models.card import ModelCard
+from rose.models.card import ModelCard, TokenOutput
 from rose.runtime.options import EmbedOptions, Priority, SamplingParams
 
 Buffer = bytes | bytearray | memoryview
@@ -49,6 +49,7 @@ class EmbedRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     request_id: int
     options: EmbedOptions
     pool_from: int = 0
+    per_token: TokenOutput | None = None
     priority: Priority = "online"
     trace: str = ""
     traceparent: str = ""
@@ -112,7 +113,7 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 
 class EmbedResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Engine: the vectors of an `EmbedRequest`.
+    """Engine: the vectors of an `EmbedRequest`, or the scores of a `ScoreRequest`.
 
     Frame: `count` rows of `row_bytes` bytes each, little-endian, of the request's output dtype.
     `queued_s` and `computed_s` are seconds from arrival to the first step, and from there on.
@@ -210,7 +211,7 @@ class Pong(msgspec.Struct, tag=True, frozen=True):
     stats: Stats
 
 
-GraphRuntime = Literal["embed", "decode"]
+GraphRuntime = Literal["embed", "score", "decode"]
 GraphState = Literal["cold", "warm", "captured", "failed"]
 
 
@@ -250,7 +251,9 @@ class GraphsResult(msgspec.Struct, tag=True, frozen=True):
     grids: list[GraphGrid]
 
 
-ClientMessage = Hello | EmbedRequest | GenerateRequest | Cancel | Ping | GraphsRequest
+ClientMessage = (
+    Hello | EmbedRequest | ScoreRequest | GenerateRequest | Cancel | Ping | GraphsRequest
+)
 EngineMessage = Welcome | Refused | EmbedResult | Tokens | Failure | Pong | GraphsResult
 
 encode = msgspec.msgpack.Encoder().encode

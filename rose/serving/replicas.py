@@ -16,16 +16,18 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from rose.models.card import ModelCard
+from rose.models.card import ModelCard, TokenOutput
 from rose.runtime.options import EmbedOptions, Priority, SamplingParams
 from rose.serving.client import EngineClient
-from rose.serving.client_api import EmbedAnswer, EngineError
+from rose.serving.client_api import EmbedAnswer, EngineError, ScoreAnswer
 from rose.serving.protocol import Stats, TokensDelta
 from rose.serving.stats import total
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+AnswerT = TypeVar("AnswerT", EmbedAnswer, ScoreAnswer)
+RowT = TypeVar("RowT", bound=np.generic)
 Ids = npt.NDArray[np.int32]
 
 CHUNK_TOKENS = 4096
@@ -126,6 +128,8 @@ class ReplicaSet:
         options: EmbedOptions,
         *,
         pool_from: int = 0,
+        spans: Sequence[Ids] | None = None,
+        per_token: TokenOutput | None = None,
         priority: Priority = "online",
         timeout_s: float | None = None,
         trace: str = "",
@@ -134,31 +138,58 @@ class ReplicaSet:
 
         All chunks are of one checkpoint, also when a replica comes back with another one meanwhile.
         """
+
+        async def on(client: EngineClient, chunk: slice) -> EmbedAnswer:
+            return await client.embed(
+                ids[chunk],
+                options,
+                pool_from=pool_from,
+                spans=None if spans is None else spans[chunk],
+                per_token=per_token,
+                priority=priority,
+                trace=trace,
+            )
+
+        answers = await self._in_chunks(on, ids, timeout_s)
+        return EmbedAnswer(_rows([a.vectors for a in answers]), *_times(answers))
+
+    async def score(
+        self,
+        ids: Sequence[Ids],
+        segments: Sequence[Ids] | None = None,
+        *,
+        priority: Priority = "online",
+        timeout_s: float | None = None,
+        trace: str = "",
+    ) -> ScoreAnswer:
+        """Score texts or pairs, cut into chunks as in `embed`; see `EngineClient.score`."""
+
+        async def on(client: EngineClient, chunk: slice) -> ScoreAnswer:
+            parts = None if segments is None else segments[chunk]
+            return await client.score(ids[chunk], parts, priority=priority, trace=trace)
+
+        answers = await self._in_chunks(on, ids, timeout_s)
+        return ScoreAnswer(_rows([a.scores for a in answers]), *_times(answers))
+
+    async def _in_chunks(
+        self,
+        ask: Callable[[EngineClient, slice], Awaitable[AnswerT]],
+        ids: Sequence[Ids],
+        timeout_s: float | None,
+    ) -> list[AnswerT]:
+        """Ask for a batch of texts chunk by chunk, within a time."""
         card = self.card
 
-        async def run(chunk: range) -> EmbedAnswer:
-            texts = ids[chunk.start : chunk.stop]
-            tokens = sum(len(text) for text in texts)
-
-            async def on(client: EngineClient) -> EmbedAnswer:
-                return await client.embed(
-                    texts, options, pool_from=pool_from, priority=priority, trace=trace
-                )
-
-            return await self._on_some_replica(on, tokens, card)
+        async def run(chunk: range) -> AnswerT:
+            part = slice(chunk.start, chunk.stop)
+            tokens = sum(len(text) for text in ids[part])
+            return await self._on_some_replica(lambda client: ask(client, part), tokens, card)
 
         try:
             async with asyncio.timeout(timeout_s):
-                answers = await self._run_chunks(cut([len(text) for text in ids]), run)
+                return await self._run_chunks(cut([len(text) for text in ids]), run)
         except TimeoutError:
             raise EngineError("deadline", f"no answer within {timeout_s} seconds") from None
-        return EmbedAnswer(
-            np.concatenate([a.vectors for a in answers])
-            if len(answers) > 1
-            else answers[0].vectors,
-            queued_s=answers[0].queued_s,
-            computed_s=max(a.queued_s + a.computed_s for a in answers) - answers[0].queued_s,
-        )
 
     async def generate(
         self,
@@ -192,14 +223,14 @@ class ReplicaSet:
                     raise
 
     async def _run_chunks(
-        self, chunks: list[range], run: Callable[[range], Awaitable[EmbedAnswer]]
-    ) -> list[EmbedAnswer]:
+        self, chunks: list[range], run: Callable[[range], Awaitable[AnswerT]]
+    ) -> list[AnswerT]:
         """Run chunks, a few at a time; the first error cancels the others and is raised."""
         if len(chunks) == 1:
             return [await run(chunks[0])]
         places = asyncio.Semaphore(CHUNKS_OUT_PER_REPLICA * len(self._replicas))
 
-        async def run_one(chunk: range) -> EmbedAnswer:
+        async def run_one(chunk: range) -> AnswerT:
             async with places:
                 try:
                     return await run(chunk)
@@ -270,6 +301,16 @@ def cut(lengths: Sequence[int], chunk_tokens: int = CHUNK_TOKENS) -> list[range]
             start, tokens = index, 0
         tokens += length
     return [*chunks, range(start, len(lengths))]
+
+
+def _rows(parts: list[npt.NDArray[RowT]]) -> npt.NDArray[RowT]:
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def _times(answers: Sequence[EmbedAnswer | ScoreAnswer]) -> tuple[float, float]:
+    """Seconds in the queue and of computing, of a request in chunks."""
+    queued_s = answers[0].queued_s
+    return queued_s, max(a.queued_s + a.computed_s for a in answers) - queued_s
 
 
 def _shifted(error: EngineError, by: int) -> EngineError:

@@ -65,13 +65,17 @@ class ToyRuntime:
         self.worker.close()
 
 
-def served_by(runtime, budget=32, *, generation=None, tokenizer_json=b"{}"):
+def served_by(
+    runtime, budget=32, *, generation=None, scoring=None, tokenizer_json=b"{}", card=CARD
+):
     return SimpleNamespace(
         loaded=SimpleNamespace(tokenizer_json=tokenizer_json),
-        card=CARD,
+        card=card,
         generation=generation,
         embedding=runtime,
+        scoring=scoring,
         max_batch_tokens=budget,
+        max_score_tokens=budget,
         graphs={},
     )
 

@@ -14,7 +14,7 @@ import uvicorn
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from rose.models.card import EmbeddingCard, ModelCard, TokenizerCard
-from rose.serving.client_api import EmbedAnswer
+from rose.serving.client_api import EmbedAnswer, ScoreAnswer
 from rose.serving.gateway.app import create_app
 from rose.serving.gateway.settings import GatewaySettings
 from rose.serving.protocol import Stats
@@ -44,6 +44,7 @@ def card(name="stub", **changes):
         "dimensions": 16,
         "normalize": True,
         "pooling": "mean",
+        "outputs": ("dense", "sparse"),
         **changes.pop("embedding", {}),
     }
     tokenizer = changes.pop("tokenizer", {})
@@ -83,20 +84,60 @@ class StubClient:
         self.failure = None  # raised instead of an answer
         self.delay_s = 0.0
         self.spoil = None  # index of the row that becomes NaN
+        self.scorer = None  # raw scores of a text's ids; None: what its vector begins with
 
     async def embed(
-        self, ids, options, *, pool_from=0, priority="online", timeout_s=None, trace=""
+        self,
+        ids,
+        options,
+        *,
+        pool_from=0,
+        spans=None,
+        per_token=None,
+        priority="online",
+        timeout_s=None,
+        trace="",
     ):
         self.calls.append(
             {
                 "ids": ids,
                 "options": options,
                 "pool_from": pool_from,
+                "spans": spans,
                 "priority": priority,
                 "timeout_s": timeout_s,
                 "trace": trace,
             }
         )
+        await self._work()
+        if per_token:
+            spans = [[(i, i + 1) for i in range(len(row))] for row in ids]
+        if spans is not None:
+            ids = [row[a:b] for row, bounds in zip(ids, spans, strict=True) for a, b in bounds]
+        vectors = self._vectors(ids, options)
+        if per_token == "token_weights":
+            vectors = np.abs(vectors[:, :1])
+        return EmbedAnswer(vectors, 0.001, 0.002)
+
+    async def score(self, ids, segments=None, *, priority="online", timeout_s=None, trace=""):
+        self.calls.append(
+            {
+                "ids": ids,
+                "segments": segments,
+                "priority": priority,
+                "timeout_s": timeout_s,
+                "trace": trace,
+            }
+        )
+        await self._work()
+        width = len(self.card.scoring.labels)
+        rows = [self.scorer(row) if self.scorer else vector(row, width) for row in ids]
+        scores = np.array(rows, np.float32).reshape(len(ids), width)
+        if self.spoil is not None:
+            scores[self.spoil, 0] = np.nan
+        return ScoreAnswer(scores, 0.001, 0.002)
+
+    async def _work(self):
         self.running += 1
         try:
             await asyncio.sleep(self.delay_s)
@@ -107,7 +148,6 @@ class StubClient:
             self.running -= 1
         if self.failure is not None:
             raise self.failure
-        return EmbedAnswer(self._vectors(ids, options), 0.001, 0.002)
 
     def _vectors(self, ids, options):
         rows = np.stack([vector(row, self.card.embedding.dimensions) for row in ids])

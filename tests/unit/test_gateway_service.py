@@ -16,7 +16,7 @@ from rose.serving.gateway.routes import OPERATIONS
 from tests.unit.gateway_stub import Http, StubClient, card, error_of
 
 # What needs another kind of model has tests of its own.
-OF_EMBEDDERS = [operation for operation in OPERATIONS if operation.tag != "Text generation"]
+OF_EMBEDDERS = [op for op in OPERATIONS if op.tag not in ("Text generation", "Ranking")]
 
 
 @pytest.fixture
@@ -423,6 +423,7 @@ def test_answers_are_as_openapi_says(http):
     bodies = {
         "/v1/embeddings": {"input": "a"},
         "/tokenize": {"prompt": "a"},
+        "/v1/contextualizedembeddings": {"input": [["a", "red"], ["kite"]]},
         "/detokenize": {"tokens": [5]},
         "/embed": {"inputs": "a"},
         "/similarity": {"inputs": {"source_sentence": "a", "sentences": ["red"]}},

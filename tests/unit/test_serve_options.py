@@ -24,12 +24,12 @@ ENGINE = (
     "--kv-cache-memory --max-graph-tokens --warmup --task --deterministic"
 )
 GATEWAY = (
-    "--truncate --strict-dimensions --request-timeout --max-body-size --max-inputs "
+    "--truncate --strict-dimensions --rank-by-cosine --request-timeout --max-body-size --max-inputs "
     "--max-concurrent-requests --tokenizer-threads --public-metrics --public-docs "
     "--cors-origin --log-requests"
 )
 TLS_FLAGS = "--tls-cert --tls-key"
-LOGS = "--log-level --log-format"
+LOGS = "--log-level --log-format --otlp-endpoint"
 KEYS = "--api-key --api-key-file"
 
 
@@ -90,6 +90,7 @@ def test_every_flag_reaches_what_it_sets():
     changed = {
         "truncate": True,
         "strict_dimensions": True,
+        "rank_by_cosine": True,
         "request_timeout": 5.0,
         "max_body_size": 6,
         "max_inputs": 7,

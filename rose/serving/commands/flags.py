@@ -28,6 +28,7 @@ from rose.serving.commands.options import (
     MaxModelLen,
     MaxNumSeqs,
     OtlpEndpoint,
+    RankByCosine,
     RequestTimeout,
     StrictDimensions,
     Tasks,
@@ -105,6 +106,7 @@ class GatewayFlags:
 
     truncate: Truncate = False
     strict_dimensions: StrictDimensions = False
+    rank_by_cosine: RankByCosine = False
     request_timeout: RequestTimeout = 600.0
     max_body_size: Annotated[
         int,
@@ -151,6 +153,7 @@ class GatewayFlags:
             api_keys=api_keys,
             truncate=self.truncate,
             strict_dimensions=self.strict_dimensions,
+            rank_by_cosine=self.rank_by_cosine,
             request_timeout_s=self.request_timeout,
             max_body_bytes=self.max_body_size,
             max_inputs=self.max_inputs,

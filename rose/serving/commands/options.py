@@ -40,7 +40,7 @@ KvCacheMemory = Annotated[
 Tasks = Annotated[
     str | None,
     typer.Option(
-        help="What to serve the model for: embed, generate, or both with a comma.",
+        help="What to serve the model for: embed, generate, score, classify; several with commas.",
         show_default="what the checkpoint is for",
     ),
 ]
@@ -53,6 +53,13 @@ StrictDimensions = Annotated[
 ]
 Truncate = Annotated[
     bool, typer.Option("--truncate", help="Cut input that is too long unless a request says no.")
+]
+RankByCosine = Annotated[
+    bool,
+    typer.Option(
+        "--rank-by-cosine",
+        help="Let embedders answer /v1/rerank and /v1/score too, by the cosine of their vectors.",
+    ),
 ]
 RequestTimeout = Annotated[
     float, typer.Option(min=0.001, help="Seconds until an unanswered request ends with 504.")

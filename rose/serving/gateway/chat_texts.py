@@ -8,7 +8,7 @@ from rose.serving.gateway.templates import render
 from rose.serving.gateway.tokenization import Tokenizer
 
 # Two contents that differ in their first and last token, whatever the tokenizer.
-_FILLERS = ("0", "1 2 3 4")
+_FILLERS = ("1", "2 1 3")
 
 
 def render_text(card: TokenizerCard, chat: ChatTexts, text: str, prompt: str = "") -> str:

@@ -79,7 +79,7 @@ def prepare(
     if body.messages is not None:
         refuse_prompt(body, "messages")
         text = render_conversation(body, body.messages, card)
-        return _Texts(tokenizer, limit, bool(body.add_special_tokens)).prepare({"messages": text})
+        return Texts(tokenizer, limit, bool(body.add_special_tokens)).prepare({"messages": text})
     texts, ids = _input_form(body, settings)
     if ids:
         refuse_prompt(body, "token ids")
@@ -88,7 +88,7 @@ def prepare(
     prompt = choose_prompt(body, card.embedding)
     if card.embedding.chat is not None:
         return _prepare_chat(body, card, tokenizer, limit, texts, prompt)
-    job = _Texts(tokenizer, limit, body.add_special_tokens is not False, prompt)
+    job = Texts(tokenizer, limit, body.add_special_tokens is not False, prompt)
     return job.prepare(texts, pools_prompt=card.embedding.pools_prompt)
 
 
@@ -112,7 +112,7 @@ def _prepare_chat(
             rendered[place] = render(text)
     except TemplateError as error:
         raise bad_request(f"'{place}': {error}.", place) from error
-    return _Texts(tokenizer, limit, bool(body.add_special_tokens), edges=edges).prepare(rendered)
+    return Texts(tokenizer, limit, bool(body.add_special_tokens), edges=edges).prepare(rendered)
 
 
 def check_ids(place: str, row: Sequence[int], vocab_size: int) -> None:
@@ -128,7 +128,7 @@ def check_ids(place: str, row: Sequence[int], vocab_size: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Texts:
+class Texts:
     """How the texts of a request are tokenised.
 
     Attributes:
@@ -169,7 +169,7 @@ class _Texts:
 def _prepared(whole: Mapping[str, Ids], ids: list[Ids], pool_from: int = 0) -> Prepared:
     for place, row in zip(whole, ids, strict=True):
         if len(row) <= pool_from:
-            raise bad_request(f"'{place}' has no tokens to embed.", place)
+            raise bad_request(f"'{place}' has no tokens.", place)
     truncated = sum(map(len, whole.values())) - sum(map(len, ids))
     return Prepared(ids, pool_from, truncated)
 

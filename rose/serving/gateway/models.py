@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
-from rose.models.card import ModelCard, Task
+from rose.models.card import EmbeddingCard, ModelCard, ScoringCard, Task
 from rose.serving.client_api import EngineClient
 from rose.serving.gateway.errors import ApiError, bad_request
 from rose.serving.gateway.schemas import ModelInfo
@@ -79,8 +79,13 @@ class ServedModel:
             dimensions=embedding.dimensions if embedding else None,
             dtype=card.dtype,
             architecture=card.architecture,
-            prompts=sorted(embedding.prompts) if embedding else [],
+            prompts=sorted({*_prompts(embedding), *_prompts(card.scoring)}),
+            labels=list(card.scoring.labels) if card.scoring else [],
         )
+
+
+def _prompts(facts: EmbeddingCard | ScoringCard | None) -> dict[str, str]:
+    return facts.prompts if facts else {}
 
 
 class ModelTable:
@@ -115,7 +120,7 @@ class ModelTable:
         """The model of a name.
 
         Raises:
-            ApiError: 404, listing the names.
+            ApiError: 404, listing the names; 503 while not all names are known.
         """
         model = self._models.get(name)
         if model is None:
@@ -125,26 +130,32 @@ class ModelTable:
             raise ApiError(404, message, param="model", code="model_not_found")
         return model
 
-    def choose(self, name: str | None, *tasks: Task) -> ServedModel:
+    def choose(self, name: str | None, *tasks: Task, doing: str = "do this") -> ServedModel:
         """The model for a request, ready to work.
 
         Args:
             name: As the request says; None picks the only model that can do it.
             tasks: Of which it must be able to do one; none: any model will do.
+            doing: What that is, for messages.
 
         Raises:
             ApiError: 400, 404 or 503.
         """
-        model = self._only(tasks) if name is None else self.named(name)
+        model = self._only(tasks, doing) if name is None else self.named(name)
         if not model.client.ready:
             raise model.unavailable()
         if tasks and not set(tasks) & set(model.card.tasks):
             can = ", ".join(model.card.tasks)
-            message = f"The model '{model.name}' cannot do this; it can: {can}."
+            message = f"The model '{model.name}' cannot {doing}; it can: {can}."
             raise bad_request(message, "model")
         return model
 
-    def _only(self, tasks: tuple[Task, ...]) -> ServedModel:
+    def can(self, *tasks: Task) -> bool:
+        """Whether a model that has started can do one of these."""
+        cards = [model.client.card for model in self]
+        return any(card is not None and bool(set(tasks) & set(card.tasks)) for card in cards)
+
+    def _only(self, tasks: tuple[Task, ...], doing: str) -> ServedModel:
         """The one model (whatever its names) that can do a task, or may once it has started."""
         fit: dict[int, ServedModel] = {}
         for model in self:
@@ -155,4 +166,7 @@ class ModelTable:
             return next(iter(fit.values()))
         self._check_all_known()
         names = ", ".join(f"'{name}'" for name in self._models) or "none"
+        if not fit:
+            able = ", ".join(f"'{model.name}' ({', '.join(model.card.tasks)})" for model in self)
+            raise bad_request(f"No served model can {doing}; served: {able or 'none'}.", "model")
         raise bad_request(f"'model' is missing; served: {names}.", "model")

@@ -42,7 +42,7 @@ def openapi(operations: Sequence[Operation], guarded: bool) -> dict[str, Any]:
         "info": {
             "title": "ROSE",
             "version": __version__,
-            "description": "Embedders and LLMs from one server.",
+            "description": "LLMs, embedders and rerankers from one server.",
         },
         "paths": paths,
         "components": {"schemas": components},

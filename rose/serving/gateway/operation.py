@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import UnionType
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import msgspec
@@ -104,7 +105,7 @@ class Operation:
     handler: Handler
     summary: str
     tag: str
-    answer: type[msgspec.Struct] | type[list[Any]] | str
+    answer: type[msgspec.Struct] | type[list[Any]] | UnionType | str
     description: str = ""
     aliases: tuple[str, ...] = ()
     body: type[msgspec.Struct] | None = None

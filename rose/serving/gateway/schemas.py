@@ -89,7 +89,7 @@ class EmbeddingRequest(Request, kw_only=True):
     ] = None
     truncation_side: Annotated[
         Literal["left", "right"] | None,
-        Meta(description="Where tokens are dropped; default `right`."),
+        Meta(description="Where tokens are dropped; default: the tokenizer's, mostly `right`."),
     ] = None
     normalize: Annotated[
         bool | None, Meta(description="Scale to length 1; default: as the checkpoint says.")
@@ -155,6 +155,7 @@ class ModelInfo(msgspec.Struct, kw_only=True):
     dtype: str | None = None
     architecture: str | None = None
     prompts: list[str] = []
+    labels: list[str] = []
 
 
 class ModelList(msgspec.Struct, kw_only=True):

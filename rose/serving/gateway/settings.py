@@ -25,6 +25,8 @@ class GatewaySettings:
         strict_dimensions: Whether `dimensions` is refused for a model that does not declare
             Matryoshka training (and, for one that does, every width that it does not list).
         truncate: Whether input that is too long is cut when the request does not say.
+        rank_by_cosine: Whether embedders answer /v1/rerank and /v1/score, by the cosine of their
+            vectors.
         log_requests: Whether each request writes a line at INFO.
     """
 
@@ -42,4 +44,5 @@ class GatewaySettings:
     max_tokenize_chars: int = 2 << 20
     strict_dimensions: bool = False
     truncate: bool = False
+    rank_by_cosine: bool = False
     log_requests: bool = False

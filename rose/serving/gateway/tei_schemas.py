@@ -1,6 +1,6 @@
 """Bodies of the routes that text-embeddings-inference has, as its clients send them."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -67,11 +67,11 @@ class DecodeRequest(Request, kw_only=True):
 
 
 class Info(msgspec.Struct, kw_only=True):
-    """What serves the embeddings, and its limits."""
+    """What serves the embeddings, or else ranks or classifies, and its limits."""
 
     model_id: str
     model_dtype: str
-    model_type: dict[str, dict[str, str]]
+    model_type: dict[str, dict[str, Any]]
     max_input_length: int
     max_client_batch_size: int
     max_concurrent_requests: int

@@ -5,7 +5,7 @@ here on ids and not by the library, whose truncation is a setting of the shared 
 """
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import numpy as np
@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers import normalizers
 
 from rose.models.card import ModelCard, TokenizerCard
+from rose.serving.gateway.pair_layout import PairLayout, find_pair_layout
 
 Side = Literal["left", "right"]
 Ids = npt.NDArray[np.int32]
@@ -70,6 +71,11 @@ class Tokenizer:
     def backend(self) -> tokenizers.Tokenizer:
         """The library's tokenizer, which nobody may change."""
         return self._backend
+
+    @cached_property
+    def pair_layout(self) -> PairLayout | None:
+        """What stands around two texts that are joined; None if the tokenizer has no such way."""
+        return find_pair_layout(self._backend)
 
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[Ids]:
         """Token ids of each text, as many as it has. Releases the GIL; uses several cores."""

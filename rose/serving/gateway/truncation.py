@@ -1,12 +1,28 @@
 """How long a text may be, and what happens to one that is longer."""
 
 from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from rose.models.card import ModelCard
 from rose.serving.gateway.errors import ApiError, bad_request
-from rose.serving.gateway.schemas import EmbeddingRequest
 from rose.serving.gateway.settings import GatewaySettings
 from rose.serving.gateway.tokenization import Ids, Side, Tokenizer
+
+
+class CutFields(Protocol):
+    """The fields of a request that say what happens to long texts."""
+
+    @property
+    def truncate(self) -> bool | Literal["NONE", "START", "END"] | None:
+        """Whether they are cut, and where."""
+
+    @property
+    def truncate_prompt_tokens(self) -> int | None:
+        """How long they may be."""
+
+    @property
+    def truncation_side(self) -> Side | None:
+        """Where they are cut."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +61,7 @@ class Limit:
             ApiError: 400, naming `place`.
         """
         if not self.cut and tokenizer.certainly_longer(text, self.tokens):
-            raise self._too_long(place, f"more than {2 * self.tokens}")
+            raise self.too_long(place, f"more than {2 * self.tokens} tokens")
 
     def fit(
         self, place: str, ids: Ids, tokenizer: Tokenizer, keep: int = 0, keep_tail: int = 0
@@ -58,24 +74,28 @@ class Limit:
         if len(ids) <= self.tokens:
             return ids
         if not self.cut:
-            raise self._too_long(place, str(len(ids)))
+            raise self.too_long(place, f"{len(ids)} tokens")
         return tokenizer.cut(ids, self.tokens, self.side, keep, keep_tail)
 
-    def _too_long(self, place: str, found: str) -> ApiError:
+    def too_long(self, place: str, found: str) -> ApiError:
+        """The error of a text, with what was found of it: "513 tokens"."""
         message = (
-            f"'{place}' has {found} tokens; the limit is {self.tokens}. "
+            f"'{place}' has {found}; the limit is {self.tokens}. "
             "Shorten it, or send 'truncate': true."
         )
         return bad_request(message, place, "context_length_exceeded")
 
 
-def limit_of(body: EmbeddingRequest, card: ModelCard, settings: GatewaySettings) -> Limit:
+_SIDES: dict[object, Side] = {"START": "left", "END": "right"}
+
+
+def limit_of(body: CutFields, card: ModelCard, settings: GatewaySettings) -> Limit:
     """The rule that a request asks for.
 
     Raises:
         ApiError: 400, fields contradict each other or are out of range.
     """
-    side: Side = body.truncation_side or ("left" if body.truncate == "START" else "right")
+    side = body.truncation_side or _SIDES.get(body.truncate) or card.tokenizer.truncation_side
     refuses = body.truncate in (False, "NONE")
     wanted = body.truncate_prompt_tokens
     if wanted is None:

@@ -30,16 +30,20 @@ class Embedded:
         """Tokens fed to the model."""
         return sum(map(len, self.work.ids))
 
+    @property
+    def usage(self) -> dict[str, int]:
+        """What the answer reports."""
+        usage = {"prompt_tokens": self.tokens, "total_tokens": self.tokens}
+        cut = self.work.truncated
+        return {**usage, "truncated_tokens": cut} if cut else usage
+
 
 async def embeddings(call: Call[EmbeddingRequest]) -> Response:
     """Embeds texts, token ids or a conversation."""
     body = call.body
     done = await embed(call, body)
-    usage = {"prompt_tokens": done.tokens, "total_tokens": done.tokens}
-    if done.work.truncated:
-        usage["truncated_tokens"] = done.work.truncated
     as_base64 = body.encoding_format not in (None, "float")
-    arguments = (done.answer.vectors, as_base64, done.model.name, usage)
+    arguments = (done.answer.vectors, as_base64, done.model.name, done.usage)
     if done.answer.vectors.size > ENCODE_IN_THREAD_NUMBERS:
         content = await call.in_thread(encode_answer, *arguments)
     else:
@@ -56,7 +60,7 @@ async def embed(call: Call[Any], body: EmbeddingRequest) -> Embedded:
     """
     gateway = call.gateway
     check_supported(body)
-    model = gateway.table.choose(body.model, "embed")
+    model = gateway.table.choose(body.model, "embed", doing="embed texts")
     card = model.card
     assert card.embedding is not None
     options = options_of(body, card.embedding, gateway.settings)
@@ -74,11 +78,12 @@ async def embed(call: Call[Any], body: EmbeddingRequest) -> Embedded:
     )
     check_finite(answer.vectors)
     done = Embedded(model, work, answer)
-    _count(call, done)
+    count(call, done)
     return done
 
 
-def _count(call: Call[Any], done: Embedded) -> None:
+def count(call: Call[Any], done: Embedded) -> None:
+    """Counts a request in the metrics."""
     metrics, name = call.gateway.metrics, done.model.name
     metrics.tokens.labels(name).inc(done.tokens)
     metrics.truncated.labels(name).inc(done.work.truncated)

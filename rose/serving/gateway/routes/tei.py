@@ -8,6 +8,7 @@ import orjson
 from starlette.responses import Response
 
 from rose._version import __version__
+from rose.models.card import ModelCard, Task
 from rose.serving.client_api import EngineError
 from rose.serving.gateway.embedding_input import check_ids
 from rose.serving.gateway.errors import ApiError, bad_request, from_engine
@@ -80,21 +81,33 @@ async def decode(call: Call[DecodeRequest]) -> Response:
 
 
 async def info(call: Call[None]) -> Response:
-    """What serves the embeddings, and its limits."""
-    settings = call.gateway.settings
-    model = call.gateway.table.choose(None, "embed")
+    """What serves the embeddings, or else ranks or classifies, and its limits."""
+    settings, table = call.gateway.settings, call.gateway.table
+    tasks: tuple[Task, ...] = ("score", "classify")
+    if table.can("embed") or not table.can(*tasks):
+        tasks = ("embed",)
+    model = table.choose(None, *tasks, doing="embed texts")
     card = model.card
-    assert card.embedding is not None
     answer = Info(
         model_id=model.name,
         model_dtype=card.dtype,
-        model_type={"embedding": {"pooling": card.embedding.pooling}},
+        model_type=_model_type(card),
         max_input_length=card.max_model_len,
         max_client_batch_size=settings.max_inputs,
         max_concurrent_requests=settings.max_concurrent_requests,
         version=__version__,
     )
     return json_response(answer)
+
+
+def _model_type(card: ModelCard) -> dict[str, dict[str, Any]]:
+    if card.embedding is not None:
+        return {"embedding": {"pooling": card.embedding.pooling}}
+    assert card.scoring is not None
+    labels = {str(index): label for index, label in enumerate(card.scoring.labels)}
+    ids = {label: index for index, label in enumerate(card.scoring.labels)}
+    kind = "reranker" if "score" in card.tasks else "classifier"
+    return {kind: {"id2label": labels, "label2id": ids}}
 
 
 def _rows(ids: list[int | list[int]]) -> dict[str, list[int]]:
