@@ -1,0 +1,147 @@
+"""Spans of texts on their way through client, wire, queue and batches, with a toy runtime."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from rose.runtime.options import EmbedOptions
+from rose.runtime.queue import EmbedJob, EmbedQueue
+from rose.runtime.spans import Spans
+from rose.serving import protocol
+from rose.serving.client_api import EngineError
+from rose.serving.replicas import ReplicaSet
+from tests.unit.engine_rig import NAN_ID, ToyRuntime, connected, drive, engine, raw, texts
+
+
+class SpanRuntime(ToyRuntime):
+    """A row is (sum of its ids, their number, kind): of a text, of a span, or of a token."""
+
+    def compute(self, batch):
+        self.gate.wait(10)
+        return torch.tensor([row for single in batch.singles() for row in self.rows(single)])
+
+    def rows(self, single):
+        if single.spans is None:
+            return [self.row(single.ids, 0.0)]
+        kind = 2.0 if single.spans.output else 1.0
+        return [self.row(single.ids[a:b], kind) for a, b in single.spans.bounds]
+
+    def row(self, ids, kind):
+        return [float("nan") if NAN_ID in ids else float(ids.sum()), float(len(ids)), kind]
+
+
+@pytest.fixture
+def runtime():
+    runtime = SpanRuntime()
+    yield runtime
+    runtime.close()
+
+
+@pytest.fixture
+def address(tmp_path):
+    return f"ipc://{tmp_path}/e.sock"
+
+
+def bounds(*groups):
+    return [np.array(group, np.int32) for group in groups]
+
+
+def test_spans_come_back_in_order_whatever_the_batches(runtime, address):
+    async def scenario():
+        async with engine(runtime, address), connected(address) as client:
+            await client.wait_ready()
+            ids = texts(*[[i, 1, 2, 3, 4, 5][: i % 5 + 2] for i in range(60)])
+            spans = bounds(*[[(0, 1), (1, len(row))][: i % 2 + 1] for i, row in enumerate(ids)])
+            asked = [
+                client.embed(ids, EmbedOptions(), spans=spans),
+                client.embed(ids, EmbedOptions()),
+                client.embed(ids, EmbedOptions(normalize=True), per_token="hidden_states"),
+                ReplicaSet([client]).embed(ids, EmbedOptions(), spans=spans),
+            ]
+            parts, whole, tokens, again = await asyncio.gather(*asked)
+            expected = [
+                [row[a:b].sum(), b - a, 1]
+                for row, pairs in zip(ids, spans, strict=True)
+                for a, b in pairs
+            ]
+            assert parts.vectors.tolist() == again.vectors.tolist() == expected
+            assert whole.vectors.tolist() == [[row.sum(), len(row), 0] for row in ids]
+            assert tokens.vectors.tolist() == [[i, 1, 2] for row in ids for i in row]
+            assert len(runtime.batches) > 10  # of up to 32 tokens
+
+    drive(scenario)
+
+
+def test_what_is_not_finite_is_named_by_its_text(runtime, address):
+    async def scenario():
+        async with engine(runtime, address), connected(address) as client:
+            await client.wait_ready()
+            ids = texts([1, 2, 3], [4, NAN_ID, 5], [6])
+            with pytest.raises(EngineError, match="NaN") as failed:
+                await client.embed(ids, EmbedOptions(), per_token="hidden_states")
+            assert failed.value.field == "input[1]"
+            spans = bounds([(0, 1), (1, 2)], [(0, 1), (2, 3)], [(0, 1)])
+            answer = await client.embed(ids, EmbedOptions(), spans=spans)
+            assert answer.vectors[:, 0].tolist() == [1, 2, 4, 5, 6]
+
+    drive(scenario)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        ([2, 1], [1, 2, 3], [1, 1]),  # no bounds
+        ([2, 1], [1, 2, 3], [1, 1], [0, 1, 0]),  # half a pair
+        ([2, 1], [1, 2, 3], [1, 1], [0, 1]),  # too few
+        ([2, 1], [1, 2, 3], [1, 0], [0, 1]),
+        ([2, 1], [1, 2, 3], [3, -1], [0, 1, 0, 1]),
+        ([2, 1], [1, 2, 3], [1], [0, 1]),
+        ([2, 1], [1, 2, 3], [1, 1], [0, 3, 0, 1]),  # beyond the text
+        ([2, 1], [1, 2, 3], [1, 1], [0, 1, 0, 1], [7]),
+    ],
+)
+def test_spans_that_would_hurt_others_are_refused(runtime, address, frames):
+    async def scenario():
+        async with engine(runtime, address), raw(address) as client, connected(address) as other:
+            await client.hello()
+            await other.wait_ready()
+            request = protocol.EmbedRequest(request_id=1, options=EmbedOptions())
+            await client.send(request, *(np.array(frame, np.int32).tobytes() for frame in frames))
+            failure = await client.receive(protocol.Failure)
+            assert failure.kind == "bad_request", failure
+            answer = await other.embed(texts([5]), EmbedOptions())
+            assert answer.vectors.tolist() == [[5, 1, 0]]
+
+    drive(scenario)
+
+
+@pytest.mark.parametrize("lengths", [[2, 2], [-1, 4], [], [2**31 - 1]])
+def test_lengths_are_checked_before_tokens_are_counted(runtime, address, lengths):
+    async def scenario():
+        async with engine(runtime, address), raw(address) as client:
+            await client.hello()
+            request = protocol.EmbedRequest(
+                request_id=1, options=EmbedOptions(), per_token="hidden_states"
+            )
+            frames = (np.array(frame, np.int32).tobytes() for frame in (lengths, [1, 2, 3]))
+            await client.send(request, *frames)
+            assert (await client.receive(protocol.Failure)).kind == "bad_request"
+
+    drive(scenario)
+
+
+def test_a_batch_has_rows_of_one_kind():
+    lengths = np.array([2, 3], np.int32)
+    ids = np.arange(5, dtype=np.int32)
+    spans = Spans(np.array([1, 1], np.int32), np.array([(0, 1), (1, 3)], np.int32))
+    tokens = Spans.tokens(lengths, "hidden_states")
+    kinds = [None, spans, tokens, tokens, None]
+    jobs = [EmbedJob(ids, lengths, spans=kind) for kind in kinds]
+    queue = EmbedQueue()
+    for job in jobs:
+        queue.add(job)
+    taken = [[piece.job for piece in queue.take(100, 100)] for _ in range(5)]
+    assert taken == [[jobs[0]], [jobs[1]], jobs[2:4], [jobs[4]], []]
+    assert queue.tokens == 0
