@@ -1,0 +1,103 @@
+"""The command line of `tools/bench_peers`."""
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from tools.peers import conversions
+from tools.peers.environments import Home
+from tools.peers.measuring import ENGINES, Bench, Outcome
+from tools.peers.page import make_report
+from tools.peers.plots import draw
+from tools.peers.workloads import WORKLOADS, Inputs
+from tools.report import MODELS, PAGES, add_output_options, cores
+
+HOME = Path.home() / ".cache" / "rose" / "peers"
+QUICK_TURNS = 3
+
+
+def main(about: str) -> int:
+    """Run the tool."""
+    options = _options(about)
+    home = Home(options.home.resolve())
+    checkpoints = {"embedder": options.embedder, "llm": options.llm}
+    home.path.mkdir(parents=True, exist_ok=True)
+    inputs = Inputs.draw(options.embedder, options.llm, options.seed)
+    inputs.write(home.path / "inputs.json")
+    outcomes = stored(home)
+    if not options.show:
+        outcomes = (outcomes if not options.quick else {}) | measure(
+            options, home, checkpoints, inputs
+        )
+    report = make_report(outcomes, inputs, checkpoints, options.threads)
+    if options.write_page:
+        PAGES.mkdir(parents=True, exist_ok=True)
+        report.notes += draw(outcomes, PAGES)
+    return report.finish(options)
+
+
+def measure(
+    options: argparse.Namespace, home: Home, checkpoints: dict[str, Path], inputs: Inputs
+) -> dict[str, Outcome]:
+    """Run the workloads that are wanted; figures are kept unless they are quick ones."""
+    console = Console(stderr=True)
+    conversions.make(home, "minilm", checkpoints)
+    outcomes = {}
+    with console.status("peers") as status:
+        bench = Bench(
+            home=home,
+            checkpoints=checkpoints,
+            inputs=inputs,
+            names=["ROSE", "ROSE, from text", *options.peers],
+            seed=options.seed,
+            threads=options.threads,
+            turns=min(options.turns, QUICK_TURNS) if options.quick else options.turns,
+            limit_s=options.time_limit,
+            say=status.update,
+        )
+        for name in options.workloads:
+            workload = WORKLOADS[name].quick() if options.quick else WORKLOADS[name]
+            outcomes[name] = bench.run(name, workload)
+            for engine, reason in outcomes[name].measured.failed.items():
+                console.print(f"{name}: {engine} is left out: {reason}", markup=False)
+            if not options.quick:
+                outcomes[name].write(home.path / "results" / f"{name}.json")
+    return outcomes
+
+
+def stored(home: Home) -> dict[str, Outcome]:
+    """What was measured before, in the order of the workloads."""
+    paths = {name: home.path / "results" / f"{name}.json" for name in WORKLOADS}
+    return {name: Outcome.read(path) for name, path in paths.items() if path.exists()}
+
+
+def peers() -> list[str]:
+    """All peers, in the order of the tables."""
+    names = dict.fromkeys(name for engines in ENGINES.values() for name in engines)
+    return [name for name in names if not name.startswith("ROSE")]
+
+
+def _options(about: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names, works = peers(), list(WORKLOADS)
+    parser.add_argument("--peers", nargs="+", choices=names, default=names, metavar="PEER",
+                        help=f"of: {', '.join(map(repr, names))} (default: all)")  # fmt: skip
+    parser.add_argument("--workloads", nargs="+", choices=works, default=works, metavar="WORKLOAD",
+                        help=f"of: {', '.join(works)} (default: all)")  # fmt: skip
+    parser.add_argument("--turns", type=int, default=7, help="of each row (default 7)")
+    parser.add_argument(
+        "--time-limit", type=float, default=1800, metavar="SECONDS",
+        help="for the turns of a workload, beyond three of each row (default 1800)",
+    )  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="few turns of the least costly rows")
+    parser.add_argument("--show", action="store_true", help="measure nothing, show what is kept")
+    parser.add_argument("--threads", type=int, default=min(2, cores()), help="of each (default 2)")
+    parser.add_argument("--seed", type=int, default=0, help="other texts and prompts (default 0)")
+    parser.add_argument("--home", type=Path, default=HOME, help=f"folder (default {HOME})")
+    parser.add_argument("--embedder", type=Path, default=MODELS / "all-MiniLM-L6-v2")
+    parser.add_argument("--llm", type=Path, default=MODELS / "SmolLM2-135M-Instruct")
+    add_output_options(parser)
+    return parser.parse_args()
