@@ -84,6 +84,17 @@ def test_a_prompt_goes_before_the_document_and_is_not_pooled():
     assert call["spans"][0].tolist() == [[3, 4], [4, 5]]
 
 
+def test_a_prompt_that_merges_with_the_text_leaves_it_whole():
+    http = serve(card(embedding={"prompts": {"document": "un"}}))
+    assert http.post(PATH, {"input": [["ing", "a"]], "prompt_name": "document"}).status_code == 200
+    (ids,) = words("uning")
+    assert http.client.calls[0]["ids"][0].tolist() == [CLS, *ids, *words("a")[0], SEP]
+    assert http.client.calls[0]["spans"][0].tolist() == [[2, 3], [3, 4]]  # un|##ing
+    http.post(PATH, {"input": [["te"]], "prompt": "red ki"})
+    assert http.client.calls[1]["ids"][0].tolist() == [CLS, *words("red kite")[0], SEP]
+    assert http.client.calls[1]["spans"][0].tolist() == [[2, 3]]  # "kite" is one token
+
+
 def test_options_reach_the_engine_and_numbers_come_back_as_asked():
     http = serve()
     fields = {"dimensions": 4, "encoding_format": "base64_int8", "normalize": False}

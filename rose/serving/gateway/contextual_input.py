@@ -72,7 +72,7 @@ def prepare_documents(
     layout = _layout(
         tokenizer, card.embedding, prompt, special=body.add_special_tokens is not False
     )
-    limit.check_room(len(layout.prefix) + layout.head + len(layout.suffix))
+    limit.check_room(len(layout.prefix) + len(layout.prompt) + len(layout.suffix))
     rows = _encode(documents, prompt, limit, tokenizer)
     built = [layout.join(chunks) for chunks in rows]
     whole = sum(len(ids) for ids, _ in built)
@@ -154,13 +154,13 @@ class _Layout:
         prefix: Special tokens before the first chunk, int32.
         suffix: Special tokens after the last chunk, int32.
         separator: Token between two chunks; None: nothing is.
-        head: Tokens of the prompt, at the start of the first chunk.
+        prompt: Tokens of the prompt, which the first chunk begins with, int32.
     """
 
     prefix: Ids
     suffix: Ids
     separator: int | None
-    head: int
+    prompt: Ids
 
     def join(self, chunks: Sequence[Ids]) -> tuple[Ids, Bounds]:
         """The tokens of a document and the span of each chunk."""
@@ -172,18 +172,19 @@ class _Layout:
         lengths = np.array([len(chunk) for chunk in chunks], np.int32)
         ends = len(self.prefix) + np.cumsum(lengths) + len(between) * np.arange(len(chunks))
         bounds = np.stack([ends - lengths, ends], axis=1).astype(np.int32)
-        bounds[0, 0] += self.head
+        head = _common_length(self.prompt, chunks[0])
+        bounds[0, 0] += head
         if self.separator is not None:
-            self._reach_out(bounds)
+            self._reach_out(bounds, head)
         return np.concatenate(parts), bounds
 
-    def _reach_out(self, bounds: Bounds) -> None:
+    def _reach_out(self, bounds: Bounds, head: int) -> None:
         """Take what stands between two separators, as a model with a separator was trained.
 
         The first chunk takes the special tokens before it, the last one those after it, up to the
         first that is the separator itself.
         """
-        if not self.head:
+        if not head:
             bounds[0, 0] = 0
         stops = np.flatnonzero(self.suffix == self.separator)
         bounds[-1, 1] += stops[0] if len(stops) else len(self.suffix)
@@ -221,5 +222,12 @@ def _layout(tokenizer: Tokenizer, card: EmbeddingCard, prompt: str, *, special: 
         tokenizer.prefix if special else none,
         tokenizer.suffix if special else none,
         card.chunk_separator,
-        tokenizer.prompt_length(prompt, False) if prompt else 0,
+        tokenizer.encode([prompt], add_special_tokens=False)[0] if prompt else none,
     )
+
+
+def _common_length(prompt: Ids, text: Ids) -> int:
+    """How many tokens of a prompt a text begins with: its last may have merged with the text."""
+    size = min(len(prompt), len(text))
+    differ = np.flatnonzero(prompt[:size] != text[:size])
+    return int(differ[0]) if len(differ) else size
