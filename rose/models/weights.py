@@ -8,7 +8,7 @@ is the mapped file itself: no second copy in memory.
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import NamedTuple
 
 import torch
@@ -25,16 +25,25 @@ _WRAPPERS = frozenset(
     | {"bert", "roberta", "distilbert", "mpnet", "nomic_bert", "gte", "new"}
     | {"auto_model", "module", "_orig_mod", "0", "base_model"}
 )
+# Tensors [experts, rows, columns] that hold the same projections of all experts.
+_STACKED_EXPERTS: Fused = (
+    ("experts.gate_up_proj", ("gate_proj", "up_proj")),
+    ("experts.down_proj", ("down_proj",)),
+)
 _OLD_NORM_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
 class Rows(NamedTuple):
-    """Rows of the tensor that the model knows as `whole`, from `start` to `stop` of `total`."""
+    """Rows of the tensor that the model knows as `whole`, from `start` to `stop`.
+
+    `leading` are the dimensions of the whole without the last one of a weight: (rows,), or
+    (experts, rows of each), which are counted through.
+    """
 
     whole: str
     start: int
     stop: int
-    total: int
+    leading: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -62,8 +71,9 @@ class NamedTensors:
         """
         stored = self.names.get(part.name)
         if stored is None and part.name in self.rows:
-            whole, start, stop, total = self.rows[part.name]
-            return self.get(Part(whole, (total, *part.shape[1:])))[start:stop]
+            whole, start, stop, leading = self.rows[part.name]
+            tensor = self.get(Part(whole, (*leading, *part.shape[1:])))
+            return tensor.reshape(-1, *part.shape[1:])[start:stop]
         if stored is None:
             raise CheckpointError(_missing(part, self))
         self.used.add(part.name)
@@ -126,6 +136,7 @@ def name_tensors(
             )
         names[known] = original
     rows = {part: row for name in names for part, row in _find_rows(name, sizes, fused)}
+    rows |= {part: row for name in names for part, row in _find_experts(name, sizes)}
     return NamedTensors(tensors, names, prefix, rows)
 
 
@@ -139,7 +150,24 @@ def _find_rows(name: str, sizes: Mapping[str, int], fused: Fused) -> Iterator[tu
             if all(part in sizes for part in parts):
                 ends = list(accumulate((sizes[part] for part in parts), initial=0))
                 for part, start, stop in zip(parts, ends, ends[1:], strict=False):
-                    yield part, Rows(name, start, stop, ends[-1])
+                    yield part, Rows(name, start, stop, (ends[-1],))
+
+
+def _find_experts(name: str, sizes: Mapping[str, int]) -> Iterator[tuple[str, Rows]]:
+    """Yield the experts' projections that the tensor `name` holds, and which of its rows."""
+    for holder, held in _STACKED_EXPERTS:
+        if f".{name}".endswith(f".{holder}"):
+            owner = name.removesuffix(holder)
+            parts: list[str] = []
+            for number in count():
+                expert = [f"{owner}experts.{number}.{part}.weight" for part in held]
+                if expert[0] not in sizes:
+                    break
+                parts += expert
+            ends = list(accumulate((sizes[part] for part in parts), initial=0))
+            leading = (number, ends[-1] // max(1, number))
+            for part, start, stop in zip(parts, ends, ends[1:], strict=False):
+                yield part, Rows(name, start, stop, leading)
 
 
 def _modern_names(tensors: CheckpointTensors) -> dict[str, str]:

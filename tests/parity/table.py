@@ -32,6 +32,9 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 path = tiny.save_decoder(Path(folder), kind, is_causal=causal)
                 print(row(kind, "causal" if causal else "full", path), flush=True)
+    for kind in (*tiny.HYBRIDS, *tiny.COMPOSITES):
+        with tempfile.TemporaryDirectory() as folder:
+            print(row(kind, "causal", tiny.save_decoder(Path(folder), kind)), flush=True)
 
 
 def row(kind: str, attention: str, path: Path) -> str:

@@ -77,6 +77,41 @@ def test_variants(tmp_path, kind, overrides):
     assert not model.warnings
 
 
+def stack_experts(tensors):
+    """Store the same projections of all experts as one tensor, as in memory of transformers."""
+    stacked = {n: t for n, t in tensors.items() if ".experts." not in n}
+    for owner in {n.partition(".experts.")[0] for n in tensors if ".experts." in n}:
+        gates, ups, downs = (
+            torch.stack([tensors[f"{owner}.experts.{i}.{part}_proj.weight"] for i in range(5)])
+            for part in ("gate", "up", "down")
+        )
+        stacked[f"{owner}.experts.gate_up_proj"] = torch.cat((gates, ups), dim=1)
+        stacked[f"{owner}.experts.down_proj"] = downs
+    return stacked
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_5_moe_text", "qwen3_5_moe"])
+def test_experts_in_one_tensor(tmp_path, kind):
+    path = tiny.save_decoder(tmp_path, kind)
+    tiny.edit_tensors(path, stack_experts)
+    check(path)
+
+
+def test_a_stack_of_another_number_of_experts_is_refused(tmp_path):
+    path = tiny.save_decoder(tmp_path, "qwen3_5_moe_text")
+    tiny.edit_tensors(path, stack_experts)
+    tiny.edit_json(path / "config.json", num_experts=4)
+    with pytest.raises(CheckpointError, match=r"gate.weight.*\[5, 32\].*\[4, 32\]"):
+        load(path)
+    tiny.edit_tensors(
+        path, lambda all: {n: t[:4] if "mlp.gate." in n else t for n, t in all.items()}
+    )
+    with pytest.raises(
+        CheckpointError, match=r"experts.gate_up_proj.*\[5, 40, 32\].*\[4, 40, 32\]"
+    ):
+        load(path)
+
+
 def test_layer_types_by_interval(tmp_path):
     """Checkpoints of the first days say how many layers there are to one of full attention."""
     path = tiny.save_decoder(tmp_path, "qwen3_next", layer_types=[LINEAR, FULL, LINEAR])
