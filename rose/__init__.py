@@ -9,12 +9,15 @@ if TYPE_CHECKING:
     from rose.runtime.options import SamplingParams
     from rose.serving.local import Engine
     from rose.serving.local_generation import Completion
+    from rose.serving.local_ranking import Classified, Ranked
 
-__all__ = ["Completion", "Engine", "SamplingParams", "__version__"]
+__all__ = ["Classified", "Completion", "Engine", "Ranked", "SamplingParams", "__version__"]
 
 _LAZY = {
+    "Classified": "rose.serving.local_ranking",
     "Completion": "rose.serving.local_generation",
     "Engine": "rose.serving.local",
+    "Ranked": "rose.serving.local_ranking",
     "SamplingParams": "rose.runtime.options",
 }
 

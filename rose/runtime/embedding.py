@@ -220,6 +220,8 @@ class EmbeddingRuntime:
             for shape in shapes
             if shape.tokens is not None
         ]
+        if self._segment_ids:
+            batches = [batch.with_segments() for batch in batches]
         if self._graphs is not None:
             graphs = self._graphs
             self._worker.submit(lambda: graphs.warmup(batches)).result()

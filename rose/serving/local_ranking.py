@@ -181,7 +181,7 @@ class LocalRanker:
             message = f"max_tokens_per_doc: at least 1, not {options.max_tokens_per_doc}"
             raise RequestError(message, "max_tokens_per_doc")
         facts = self._facts
-        if options.instruction is not None and facts.template is None and facts.chat is None:
+        if options.instruction and facts.template is None and facts.chat is None:
             message = "instruction: the model's prompt has no place for one; prompt goes anywhere"
             raise RequestError(message, "instruction")
         side = self._card.tokenizer.truncation_side

@@ -50,7 +50,9 @@ def run_rows(
         NonFiniteError: the model computed NaN or infinity; names `input[i]`.
     """
     lengths = np.array([len(text) for text in ids], np.int32)
-    order = np.argsort(0 * lengths if runtime.shares_prefixes else -lengths, kind="stable")
+    order = np.argsort(-lengths, kind="stable")
+    if runtime.shares_prefixes:
+        order = np.arange(len(ids))
     job = EmbedJob(np.concatenate([ids[i] for i in order]), lengths[order], skip)
     if segments is not None:
         job.segments = np.concatenate([segments[i] for i in order])

@@ -7,9 +7,15 @@ from sentence_transformers import CrossEncoder
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rose import Engine
+from rose.models.loader import load
 from rose.models.scoring import QWEN3_RERANKER
+from rose.runtime.embedding import EmbedBatch, EmbeddingRuntime
 from rose.runtime.errors import NonFiniteError, RequestError
+from rose.runtime.graphs import GraphPolicy, WarmupShape
+from rose.runtime.scoring import ScoringModel
+from rose.runtime.worker import DeviceWorker
 from tests import tiny
+from tests.graph_rig import CallCapturer, FixedSdpaBackend
 from tests.parity.test_classifiers import ROLES, reference_yes_no, save, save_ranker
 
 QUERY = "who keeps bees"
@@ -241,3 +247,40 @@ def test_progress_and_determinism(models):
         alone = [engine.score(QUERY, [document], truncate=True)[0] for document in DOCUMENTS]
     assert calls[-1] == (len(DOCUMENTS), len(DOCUMENTS))
     assert together.tolist() == alone
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_segments_reach_the_model_eagerly_and_in_padded_buckets(tmp_path, count):
+    """As device graphs would run it; made-up batches of a warm-up have segments too."""
+    path = save(tmp_path, "bert", num_labels=count)
+    tiny.edit_tensors(path, _widen_types)
+    loaded, worker = load(path, dtype="float32"), DeviceWorker()
+    model = ScoringModel(loaded.classifier)
+    rng = np.random.default_rng(0)
+    try:
+        eager, graphs, blind = (
+            EmbeddingRuntime(model, FixedSdpaBackend(), worker, segment_ids=segment_ids)
+            for segment_ids in (True, True, False)
+        )
+        graphs.use_graphs(CallCapturer(), GraphPolicy(max_tokens=300, capture_share=1))
+        graphs.warm_up([WarmupShape(2, 20)], 60)
+        for texts in (1, 2, 3, 7) * 5:
+            lengths = rng.integers(4, 38, texts).astype(np.int32)
+            ids = rng.integers(3, 60, lengths.sum(), dtype=np.int32)
+            segments = rng.integers(0, 2, lengths.sum(), dtype=np.int32)
+            batch = EmbedBatch(ids, lengths, np.zeros(texts, np.int32), segments)
+            expected = eager.step(batch).result(30)
+            found = graphs.step(batch).result(30)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+            assert not torch.allclose(blind.step(batch).result(30), expected, atol=1e-3)
+            starts = np.concatenate(([0], np.cumsum(lengths)))
+            token_types = torch.tensor([segments[: starts[1]].tolist()])
+            reference = AutoModelForSequenceClassification.from_pretrained(path)
+            logits = reference(
+                torch.tensor([ids[: starts[1]].tolist()]), token_type_ids=token_types
+            )
+            torch.testing.assert_close(found[:1], logits.logits, rtol=1e-4, atol=1e-4)
+        assert graphs.graphs.counters.failures == 0
+        assert graphs.graphs.counters.hits >= 5
+    finally:
+        worker.close()

@@ -8,6 +8,7 @@ import pytest
 
 from rose.models.card import PairTemplate, ScoringCard
 from rose.serving.client_api import EngineError
+from rose.serving.gateway import pairs
 from rose.serving.gateway.routes import OPERATIONS
 from tests.unit.gateway_stub import Http, StubClient, card, error_of, tokenizer_json
 
@@ -188,7 +189,7 @@ def test_pairs_are_joined_as_the_tokenizer_does():
         ({"max_tokens_per_doc": -4}, "max_tokens_per_doc"),
         ({"max_tokens_per_doc": "9"}, "max_tokens_per_doc"),
         ({"max_chunks_per_doc": 2}, "max_chunks_per_doc"),
-        ({"rank_fields": ["text"]}, "rank_fields"),
+        ({"rank_fields": ["title"]}, "rank_fields"),
         ({"truncate": "MIDDLE"}, "truncate"),
         ({"truncate": 3}, "truncate"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
@@ -233,6 +234,8 @@ def test_null_means_absent(http):
     )
     assert rerank(http, **dict.fromkeys(names)).json()["results"] == rerank(http).json()["results"]
     assert rerank(http, unheard_of=[1], temperature="x").status_code == 200
+    nothing = {"rank_fields": ["text"], "instruction": "", "max_chunks_per_doc": 1, "prompt": ""}
+    assert rerank(http, **nothing).json()["results"] == rerank(http).json()["results"]
 
 
 def test_odd_texts(http):
@@ -385,6 +388,14 @@ def test_a_template_stays_whole_when_documents_are_cut():
     assert words(http) == ["[ a fine text query : red document : kite red ]"]
     error = error_of(rerank(http, query=LONG, truncate=True))
     assert (error["param"], "no room" in error["message"]) == ("query", True)
+
+
+def test_a_query_is_not_repeated_without_end(monkeypatch):
+    monkeypatch.setattr(pairs, "MAX_RENDERED_CHARS", 1000)
+    http = serve(ranker(scoring={"kind": "yes_no", "template": TEMPLATE}))
+    assert rerank(http, query="red " * 9, documents=["a"] * 20).status_code == 200
+    error = error_of(rerank(http, query="red " * 9, documents=["a"] * 30))
+    assert (error["param"], "1110 characters" in error["message"]) == ("documents", True)
 
 
 ROLES = "{% for m in messages %}{{ m.role }} : {{ m.content }} . {% endfor %}"

@@ -17,6 +17,10 @@ from rose.serving.gateway.templates import TemplateError
 from rose.serving.gateway.tokenization import GROUP_CHARS, Ids, TokenizationError, Tokenizer
 from rose.serving.gateway.truncation import Limit
 
+# Each pair of a rendered kind is tokenised with its query: a body of a few kilobytes could ask for
+# gigabytes of text.
+MAX_RENDERED_CHARS = 1 << 26
+
 
 @dataclass(frozen=True)
 class PairRules:
@@ -172,6 +176,7 @@ class _RenderedPairs:
         asked = list(queries.values())
         if len(asked) == 1:
             asked, edges = asked * len(documents), edges * len(documents)
+        _check_size(documents, sum(map(len, asked)) + sum(map(len, documents.values())))
         pairs = zip(documents, asked, documents.values(), strict=True)
         encoded = _encode(self._tokenizer, [self._render(*pair) for pair in pairs], self._rules)
         whole = [np.concatenate([self._prefix, ids, self._suffix]) for ids in encoded]
@@ -204,6 +209,16 @@ class _RenderedPairs:
             return render_pair(self._card.tokenizer, facts.chat, query, document, prompt)
         except TemplateError as error:
             raise bad_request(f"'{place}': {error}.", place) from error
+
+
+def _check_size(documents: Mapping[str, str], chars: int) -> None:
+    if chars > MAX_RENDERED_CHARS:
+        field = next(iter(documents)).partition("[")[0]
+        message = (
+            f"'{field}' and the query before each make {chars} characters; at most "
+            f"{MAX_RENDERED_CHARS} a request."
+        )
+        raise bad_request(message, field)
 
 
 def _fill(template: PairTemplate, rules: PairRules, query: str, document: str) -> str:

@@ -16,7 +16,7 @@ from rose.serving.gateway.operation import BODY_ERRORS, Call, Operation
 from rose.serving.gateway.pairs import PairRules, PreparedPairs
 from rose.serving.gateway.ranking_schemas import ClassifyAnswer, ClassifyRequest, Prediction
 from rose.serving.gateway.routes.ranking import (
-    check_texts,
+    check_count,
     query_prompt,
     run,
     take_direction,
@@ -34,8 +34,7 @@ async def classify(call: Call[ClassifyRequest]) -> Response:
     body = call.body
     if body.labels is not None:
         raise bad_request("'labels' is not supported: labels are the model's own.", "labels")
-    items, is_list = _items(body)
-    check_texts(dict.fromkeys(items, ""), call.gateway.settings)
+    items, is_list = _items(body, call.gateway.settings)
     take_direction(body)
     model = call.gateway.table.choose(body.model, "classify", doing="classify texts")
     facts = model.card.scoring
@@ -61,7 +60,7 @@ def _rules(body: ClassifyRequest, card: ModelCard, settings: GatewaySettings) ->
     return PairRules(limit_of(body, card, settings), prompt=query_prompt(body, card.scoring))
 
 
-def _items(body: ClassifyRequest) -> tuple[Items, bool]:
+def _items(body: ClassifyRequest, settings: GatewaySettings) -> tuple[Items, bool]:
     """The texts and pairs, by their places in the request, and whether they came as a list."""
     if body.input is not None and body.inputs is not None:
         raise bad_request("Give 'input' or 'inputs', not both.", "inputs")
@@ -71,8 +70,7 @@ def _items(body: ClassifyRequest) -> tuple[Items, bool]:
         raise bad_request("'input' is missing.", "input")
     if isinstance(value, str):
         return {name: value}, False
-    if not value:
-        raise bad_request(f"'{name}' is an empty list.", name)
+    check_count(name, value, settings)
     is_one = name == "inputs" and all(isinstance(item, str) for item in value)
     if is_one:  # TEI: a bare list of strings is one text or one pair
         return {name: _item(name, cast("list[str]", value))}, False

@@ -1,7 +1,7 @@
 """From a request to scores: of pairs, by a ranker or by the cosine of vectors, and of classes."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -63,7 +63,6 @@ async def score_pairs(
         ApiError: The request is wrong, or its scores are not finite.
         EngineError: The engine failed.
     """
-    check_texts(documents, call.gateway.settings)
     take_direction(body)
     model = _choose(call, body.model)
     if model.card.scoring is None:
@@ -115,15 +114,16 @@ async def run(
     return answer
 
 
-def check_texts(texts: Places, settings: GatewaySettings) -> None:
-    """Refuses more texts than a request may have.
+def check_count(field: str, items: Sequence[object], settings: GatewaySettings) -> None:
+    """Refuses a list that is empty, or has more items than a request may have.
 
     Raises:
         ApiError: 400.
     """
-    if len(texts) > settings.max_inputs:
-        field = next(iter(texts)).partition("[")[0]
-        message = f"'{field}' has {len(texts)} items; at most {settings.max_inputs} a request."
+    if not items:
+        raise bad_request(f"'{field}' is an empty list.", field)
+    if len(items) > settings.max_inputs:
+        message = f"'{field}' has {len(items)} items; at most {settings.max_inputs} a request."
         raise bad_request(message, field)
 
 
@@ -186,9 +186,9 @@ def _choose(call: Call[Any], name: str | None) -> ServedModel:
 def _rules(body: PairRequest, card: ModelCard, settings: GatewaySettings) -> PairRules:
     facts = card.scoring
     assert facts is not None
-    if body.max_chunks_per_doc is not None:
+    if body.max_chunks_per_doc not in (None, 1):
         raise bad_request("'max_chunks_per_doc' is not supported.", "max_chunks_per_doc")
-    if body.instruction is not None:
+    if body.instruction:
         _check_instruction(body, card)
     limit = limit_of(body, card, settings)
     only_second = body.truncation_strategy == "only_second"
@@ -221,7 +221,7 @@ async def _by_cosine(
 ) -> Scored:
     """Scores pairs by the cosine of their vectors, with the embedder's prompts for both."""
     for name in ("instruction", "truncation_strategy", "max_chunks_per_doc"):
-        if getattr(body, name) is not None:
+        if getattr(body, name):
             message = f"'{name}' does not go with '{model.name}', which ranks by cosine."
             raise bad_request(message, name)
     asked = await _vectors(call, body, model, queries, is_query=True)

@@ -8,16 +8,17 @@ from starlette.responses import Response
 from rose.serving.gateway.errors import bad_request
 from rose.serving.gateway.operation import BODY_ERRORS, Call, Operation
 from rose.serving.gateway.ranking_schemas import RankedText, RerankAnswer, RerankRequest
-from rose.serving.gateway.routes.ranking import Scored, score_pairs, text_of
+from rose.serving.gateway.routes.ranking import Scored, check_count, score_pairs, text_of
 from rose.serving.gateway.schemas import Usage
+from rose.serving.gateway.settings import GatewaySettings
 
 
 async def rerank(call: Call[RerankRequest]) -> Response:
     """Ranks documents by a query."""
     body = call.body
-    if body.rank_fields is not None:
+    if body.rank_fields not in (None, [], ["text"]):
         raise bad_request("'rank_fields' is not supported: give texts.", "rank_fields")
-    documents = _documents(body)
+    documents = _documents(body, call.gateway.settings)
     if body.query is None:
         raise bad_request("'query' is missing.", "query")
     done = await score_pairs(call, body, {"query": text_of(body.query)}, documents)
@@ -31,7 +32,7 @@ async def rerank(call: Call[RerankRequest]) -> Response:
     return Response(orjson.dumps(content), media_type="application/json")
 
 
-def _documents(body: RerankRequest) -> dict[str, str]:
+def _documents(body: RerankRequest, settings: GatewaySettings) -> dict[str, str]:
     """The documents, by their places in the request."""
     if body.documents is not None and body.texts is not None:
         raise bad_request("Give 'documents' or 'texts', not both.", "texts")
@@ -39,8 +40,7 @@ def _documents(body: RerankRequest) -> dict[str, str]:
     items = body.documents if body.texts is None else body.texts
     if items is None:
         raise bad_request("'documents' is missing.", "documents")
-    if not items:
-        raise bad_request(f"'{name}' is an empty list.", name)
+    check_count(name, items, settings)
     return {f"{name}[{i}]": text_of(item) for i, item in enumerate(items)}
 
 

@@ -6,15 +6,17 @@ from starlette.responses import Response
 from rose.serving.gateway.errors import bad_request
 from rose.serving.gateway.operation import BODY_ERRORS, Call, Operation
 from rose.serving.gateway.ranking_schemas import ScoreAnswer, ScoreRequest, Text
-from rose.serving.gateway.routes.ranking import score_pairs, text_of
+from rose.serving.gateway.routes.ranking import check_count, score_pairs, text_of
 from rose.serving.gateway.routes.rerank import usage_fields
+from rose.serving.gateway.settings import GatewaySettings
 
 
 async def score(call: Call[ScoreRequest]) -> Response:
     """Scores pairs of texts."""
     body = call.body
-    first = _texts(body, "text_1", "queries")
-    second = _texts(body, "text_2", "documents")
+    settings = call.gateway.settings
+    first = _texts(body, settings, "text_1", "queries")
+    second = _texts(body, settings, "text_2", "documents")
     if len(first) not in (1, len(second)):
         name = next(iter(first)).partition("[")[0]
         message = (
@@ -36,7 +38,7 @@ async def score(call: Call[ScoreRequest]) -> Response:
     return Response(orjson.dumps(content), media_type="application/json")
 
 
-def _texts(body: ScoreRequest, name: str, other: str) -> dict[str, str]:
+def _texts(body: ScoreRequest, settings: GatewaySettings, name: str, other: str) -> dict[str, str]:
     """The texts of one side of the pairs, by their places in the request."""
     given = [field for field in (name, other) if getattr(body, field) is not None]
     if not given:
@@ -46,8 +48,7 @@ def _texts(body: ScoreRequest, name: str, other: str) -> dict[str, str]:
     value: Text | list[Text] = getattr(body, given[0])
     if not isinstance(value, list):
         return {given[0]: text_of(value)}
-    if not value:
-        raise bad_request(f"'{given[0]}' is an empty list.", given[0])
+    check_count(given[0], value, settings)
     return {f"{given[0]}[{i}]": text_of(item) for i, item in enumerate(value)}
 
 
