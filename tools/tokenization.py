@@ -1,18 +1,27 @@
 #!/usr/bin/env python3
-"""What tokenisation costs: WordPiece, BPE and Unigram, alone and as the gateway does it."""
+"""What tokenisation costs: WordPiece, BPE and Unigram, alone and as the gateway does it.
+
+Unigram is this project's own code, so its ids are compared with the library's on many odd texts,
+with the model's normaliser and with those of other models of the same vocabulary.
+"""
 
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import tokenizers
+from tokenizers import Regex, normalizers, pre_tokenizers
 
+from rose.models.card import TokenizerCard
 from rose.models.config import CheckpointFolder
 from rose.models.tokenizer import read_tokenizer_card, read_tokenizer_json
 from rose.serving.gateway.tokenization import Tokenizer
+from tools.charsmap import compile_charsmap, nmt_nfkc_rules
+from tools.odd_texts import every_character, long_texts, odd_texts
 from tools.report import MODELS, Report, add_output_options
 from tools.texts import mixed_texts, text_of_tokens
 
@@ -76,6 +85,50 @@ def measure(
     return rows
 
 
+def unigram_variants(plain: tokenizers.Tokenizer) -> Iterator[tuple[str, tokenizers.Tokenizer]]:
+    """The tokenizer, and its vocabulary behind what other models put before it."""
+    yield "as it is", plain
+    charsmap = normalizers.Precompiled(compile_charsmap(nmt_nfkc_rules()))
+    plain.normalizer = charsmap
+    parts = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
+    plain.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    yield "XLM-R's parts", plain
+    spaces = normalizers.Replace(Regex(" {2,}"), " ")
+    plain.normalizer = normalizers.Sequence([charsmap, spaces])
+    plain.pre_tokenizer = pre_tokenizers.Metaspace()
+    yield "BGE-M3's parts", plain
+
+
+def unigram_texts(count: int, seed: int) -> Iterator[list[str]]:
+    """`count` texts in groups, a quarter of them in words, and some of a megabyte."""
+    yield long_texts()
+    every = iter(every_character())
+    for start in range(0, count, 2000):
+        odd = odd_texts(1000, seed + start)
+        characters = list(islice(every, 500))
+        yield [*mixed_texts(500, seed + start, most_words=200), *odd, *characters][:2000]
+
+
+def check_unigram(folder: Path, options: argparse.Namespace, report: Report) -> None:
+    """Compare the ids of odd texts with the library's, for each variant."""
+    rows = []
+    for name, plain in unigram_variants(load(folder)[1]):
+        start = time.perf_counter()
+        ours = Tokenizer(tokenizers.Tokenizer.from_str(plain.to_str()), TokenizerCard())
+        taken = time.perf_counter() - start
+        wrong, seen = 0, 0
+        for texts in unigram_texts(options.unigram_texts, options.seed):
+            expected = [encoding.ids for encoding in plain.encode_batch_fast(texts)]
+            found = ours.encode(texts)
+            wrong += sum(a.tolist() != b for a, b in zip(found, expected, strict=True))
+            seen += len(texts)
+        report.check(f"Unigram, {name}: texts with other ids, of {seen:,}", wrong, "0", not wrong)
+        report.check(f"Unigram, {name}: in C++", ours.encodes_fast, "True", ours.encodes_fast)
+        rows.append([name, f"{seen:,}", str(wrong), f"{taken:.2f}"])
+    columns = ["normaliser and words", "odd texts", "other ids", "seconds to load"]
+    report.table("Unigram against the library", columns, rows)
+
+
 def main() -> int:
     """Run the tool."""
     options = _options()
@@ -90,6 +143,8 @@ def main() -> int:
     for kind, name in KINDS.items():
         if (folder := options.models / name).exists():
             rows += measure(kind, folder, options, report)
+            if kind == "Unigram" and options.unigram_texts:
+                check_unigram(folder, options, report)
     columns = ["kind", "tokens", "library, one", "gateway, one", f"gateway, {BATCH} at once"]
     report.table("microseconds a text", columns, rows)
     report.data["rows"] = rows
@@ -101,6 +156,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--models", type=Path, default=MODELS, help="folder of the models' folders")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16, 512, 4096])
     parser.add_argument("--turns", type=int, default=41)
+    parser.add_argument("--unigram-texts", type=int, default=100_000, help="odd texts to compare")
     parser.add_argument("--seed", type=int, default=0)
     add_output_options(parser)
     return parser.parse_args()

@@ -15,6 +15,7 @@ from tokenizers import normalizers
 
 from rose.models.card import ModelCard, TokenizerCard
 from rose.serving.gateway.pair_layout import PairLayout, find_pair_layout
+from rose.serving.gateway.unigram.checked import fast_encoder
 
 Side = Literal["left", "right"]
 Ids = npt.NDArray[np.int32]
@@ -52,6 +53,7 @@ class Tokenizer:
         self._backend = backend
         self._special_ids = _special_ids(backend, facts)
         self.prefix, self.suffix = _template(backend)
+        self._unigram = fast_encoder(backend)
         self.prompt_length = lru_cache(maxsize=256)(self._prompt_length)
 
     @classmethod
@@ -77,13 +79,38 @@ class Tokenizer:
         """What stands around two texts that are joined; None if the tokenizer has no such way."""
         return find_pair_layout(self._backend)
 
+    @property
+    def encodes_fast(self) -> bool:
+        """Whether this project's own code encodes most texts, and not the library."""
+        return self._unigram is not None
+
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[Ids]:
         """Token ids of each text, as many as it has. Releases the GIL; uses several cores."""
         found: list[Ids] = []
         for group in _groups(texts):
-            encodings = self._encode(group, add_special_tokens)
-            found += [np.array(encoding.ids, np.int32) for encoding in encodings]
+            found += self._encode_group(group, add_special_tokens)
         return found
+
+    def _encode_group(self, texts: list[str], special: bool) -> list[Ids]:
+        if self._unigram is None:
+            return self._library_ids(texts, special)
+        try:
+            found = self._unigram.encode(texts, special=special)
+        except UnicodeEncodeError as error:
+            raise _half_pair() from error
+        left = [text for text, ids in zip(texts, found, strict=True) if ids is None]
+        rest = iter(self._library_ids(left, special)) if left else iter(())
+        return [next(rest) if ids is None else ids for ids in found]
+
+    def _library_ids(self, texts: list[str], special: bool) -> list[Ids]:
+        return [np.array(encoding.ids, np.int32) for encoding in self._encode(texts, special)]
+
+    def encode_with_offsets(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[tokenizers.Encoding]:
+        """The library's encodings, which know where in the text each token is."""
+        groups = _groups(texts)
+        return [e for group in groups for e in self._encode(group, add_special_tokens, fast=False)]
 
     def encode_ends(self, text: str, limit: int, *, add_special_tokens: bool = True) -> Ids:
         """Token ids of a text that is going to be cut to `limit`: right at both of its ends.
@@ -118,7 +145,7 @@ class Tokenizer:
             return False
         count = 0
         for piece in _pieces(text, PIECE_CHARS):
-            count += len(self._encode([piece], False)[0])
+            count += len(self.encode([piece], add_special_tokens=False)[0])
             if count > 2 * limit + MARGIN_TOKENS:
                 return True
         return False
@@ -157,17 +184,24 @@ class Tokenizer:
         ids = self._encode([prompt], add_special_tokens)[0].ids
         return len(ids) - bool(ids and ids[-1] in self._special_ids)
 
-    def _encode(self, texts: list[str], special: bool) -> list[tokenizers.Encoding]:
+    def _encode(
+        self, texts: list[str], special: bool, *, fast: bool = True
+    ) -> list[tokenizers.Encoding]:
+        encode = self._backend.encode_batch_fast if fast else self._backend.encode_batch
         try:  # only the batch calls release the GIL, also for one text
-            return self._backend.encode_batch_fast(texts, add_special_tokens=special)
+            return encode(texts, add_special_tokens=special)
         except TypeError as error:  # all that reaches the library is text; this one is no UTF-8
-            raise TextError("The text holds half of a surrogate pair.") from error
+            raise _half_pair() from error
         except BaseException as error:
             if type(error) is Exception:  # the library's own, for a text
                 raise TextError(f"The tokenizer cannot read the text: {error}.") from error
             if type(error).__name__ != "PanicException":  # Rust's, no subclass of Exception
                 raise
             raise TokenizationError(f"the tokenizer failed: {error}") from error
+
+
+def _half_pair() -> TextError:
+    return TextError("The text holds half of a surrogate pair.")
 
 
 def _lowercase_first(backend: tokenizers.Tokenizer) -> None:
