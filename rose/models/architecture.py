@@ -6,6 +6,7 @@ from typing import Protocol
 
 from rose.models.classifier_config import ClassifierHead
 from rose.models.config import ConfigReader
+from rose.models.masked_lm_config import MaskedHead
 
 # Pairs of a stored projection's name and the names of those that it holds, in their order.
 Fused = tuple[tuple[str, tuple[str, ...]], ...]
@@ -73,8 +74,9 @@ class Architecture:
     other: the projection's name there, and the names that the model knows the parts by. `lm_head`
     says whether causal LMs of this architecture exist, `tie_default` whether they share it with the
     token embedding where the config says nothing. `classifier` reads the facts of the head of
-    sequence classifiers, None where there are none. `text_key` names the object of config.json that
-    holds the settings of the language model, where they are not at its top.
+    sequence classifiers, None where there are none; `masked_lm` those of the head of masked
+    language models, None where ROSE does not know it. `text_key` names the object of config.json
+    that holds the settings of the language model, where they are not at its top.
     """
 
     name: str
@@ -85,4 +87,5 @@ class Architecture:
     lm_head: bool = False
     tie_default: bool = False
     classifier: Callable[[ConfigReader], ClassifierHead] | None = None
+    masked_lm: Callable[[ConfigReader], MaskedHead] | None = None
     text_key: str | None = None

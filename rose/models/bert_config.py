@@ -4,6 +4,7 @@ from rose.models.architecture import Architecture
 from rose.models.classifier_config import pooler_head
 from rose.models.config import ConfigReader
 from rose.models.encoder_config import IGNORED, EncoderConfig, read_encoder_config
+from rose.models.masked_lm_config import bert_masked_head
 
 
 def read_bert_config(reader: ConfigReader) -> EncoderConfig:
@@ -21,4 +22,5 @@ BERT = Architecture(
     backbone="rose.models.bert:BertModel",
     ignored=IGNORED,
     classifier=pooler_head,
+    masked_lm=bert_masked_head,
 )

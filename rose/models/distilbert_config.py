@@ -5,6 +5,7 @@ from rose.models.classifier_config import ClassifierHead
 from rose.models.config import ConfigReader
 from rose.models.encoder_config import EncoderConfig, head_size
 from rose.models.errors import CheckpointError
+from rose.models.masked_lm_config import distilbert_masked_head
 
 
 def read_distilbert_config(reader: ConfigReader) -> EncoderConfig:
@@ -43,4 +44,5 @@ DISTILBERT = Architecture(
     backbone="rose.models.distilbert:DistilBertModel",
     ignored=(r"embeddings\.position_ids", r"vocab_(transform|layer_norm|projector)\..+"),
     classifier=distilbert_head,
+    masked_lm=distilbert_masked_head,
 )

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
     from rose.models.backbone import Backbone
     from rose.models.batch import TokenBatch
+    from rose.models.card import TokenOutput
     from rose.models.modules import Pooler
+    from rose.models.splade import SpladePooler
+    from rose.models.token_heads import TokenVectors, TokenWeights
 
 
 class EmbeddingModel(nn.Module):
@@ -27,9 +30,11 @@ class EmbeddingModel(nn.Module):
     def __init__(
         self,
         backbone: "Backbone",
-        pooling: "Pooler",
+        pooling: "Pooler | SpladePooler",
         modules: "Sequence[nn.Module]",
         dimensions: int,
+        token_vectors: "TokenVectors | None" = None,
+        token_weights: "TokenWeights | None" = None,
     ) -> None:
         """Join the parts; vectors are cut to `dimensions`."""
         super().__init__()
@@ -37,6 +42,8 @@ class EmbeddingModel(nn.Module):
         self.pooling = pooling
         self.modules_after = nn.ModuleList(modules)
         self.dimensions = dimensions
+        self.token_vectors = token_vectors
+        self.token_weights = token_weights
 
     def forward(
         self, batch: "TokenBatch", cu_seqlens: Tensor, pool_from: Tensor | None = None
@@ -52,6 +59,20 @@ class EmbeddingModel(nn.Module):
             float32 [B, D], not normalised at the end.
         """
         return self.pool(self.backbone(batch), cu_seqlens, pool_from)
+
+    def token_rows(self, x_TC: Tensor, output: "TokenOutput") -> Tensor:
+        """Turn the backbone's hidden states into rows of tokens, float32 [T, ...].
+
+        "hidden_states" are [T, C] as they are; "multi_vector" are vectors of length 1, [T, D], and
+        "token_weights" [T, 1], of models that have them.
+        """
+        if output == "multi_vector":
+            assert self.token_vectors is not None
+            return self.token_vectors(x_TC)
+        if output == "token_weights":
+            assert self.token_weights is not None
+            return self.token_weights(x_TC)
+        return x_TC.float()
 
     def pool(self, x_TC: Tensor, cu_seqlens: Tensor, pool_from: Tensor | None = None) -> Tensor:
         """Turn the backbone's hidden states into vectors, float32 [B, D]."""

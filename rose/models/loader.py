@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from rose.kernels.registry import UnknownNameError
-from rose.models.card import EmbeddingCard, ModelCard
+from rose.models.card import EmbeddingCard, EmbeddingOutput, ModelCard
 from rose.models.classifier import Classifier, SequenceClassifier, YesNoClassifier
 from rose.models.config import Setting
 from rose.models.decoder_config import DecoderConfig
@@ -22,7 +22,9 @@ from rose.models.heads import EMBEDDING, CausalLM, head_tensor, share_stored_emb
 from rose.models.layers import Part
 from rose.models.modules import Pooler, build_modules
 from rose.models.plan import NO_HEAD, Plan, fingerprint, give_up_generation, plan_checkpoint
+from rose.models.splade import SpladePooler, share_decoder
 from rose.models.tensors import open_tensors
+from rose.models.token_heads import load_token_vectors, load_token_weights
 from rose.models.tokenizer import read_tokenizer_card, read_tokenizer_json
 from rose.models.weights import NamedTensors, fill, name_tensors, wanted_parts
 
@@ -103,15 +105,18 @@ def load(
     backbone = cast("Backbone", module)
     lm = _causal_lm(plan, backbone, named, chosen, place)
     classifier = _classifier(plan, backbone, named, place)
+    embedding = (
+        _embedding(plan, plan.recipe, backbone, named, chosen, place) if plan.recipe else None
+    )
     named.check_used((*plan.architecture.ignored, *plan.unused_head))
     for warning in plan.warnings:
         log.warning("%s: %s", plan.folder.path, warning)
     return LoadedModel(
         backbone=backbone,
-        embedding=_embedding(plan, plan.recipe, backbone, place) if plan.recipe else None,
+        embedding=embedding,
         lm=lm,
         classifier=classifier,
-        card=_card(plan, chosen, name),
+        card=_card(plan, chosen, name, embedding),
         dtype=chosen,
         device=place,
         settings=plan.settings,
@@ -205,15 +210,48 @@ def _logit_cap(plan: Plan) -> float | None:
 
 
 def _embedding(
-    plan: Plan, recipe: "Recipe", backbone: "Backbone", device: torch.device
+    plan: Plan,
+    recipe: "Recipe",
+    backbone: "Backbone",
+    named: NamedTensors,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> EmbeddingModel:
     modules = build_modules(plan.folder, recipe, backbone.hidden_size, device)
+    pooler = _splade(plan, recipe, backbone, named, dtype, device) or Pooler(recipe.pooling)
     return EmbeddingModel(
-        backbone, Pooler(recipe.pooling), modules, recipe.dimensions(backbone.hidden_size)
+        backbone,
+        pooler,
+        modules,
+        recipe.dimensions(backbone.hidden_size),
+        load_token_vectors(plan.core, backbone.hidden_size, device),
+        load_token_weights(plan.core, backbone.hidden_size, device),
     ).eval()
 
 
-def _card(plan: Plan, dtype: torch.dtype, name: str | None) -> ModelCard:
+def _splade(
+    plan: Plan,
+    recipe: "Recipe",
+    backbone: "Backbone",
+    named: NamedTensors,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> SpladePooler | None:
+    """Make the pooler of a sparse embedder."""
+    if recipe.splade is None or plan.masked_head is None:
+        return None
+    share_decoder(named, plan.masked_head)
+    pooler = SpladePooler(
+        recipe.splade, plan.masked_head, backbone.hidden_size, backbone.vocab_size
+    )
+    fill(pooler, named, dtype, device)
+    pooler.untie()
+    return pooler
+
+
+def _card(
+    plan: Plan, dtype: torch.dtype, name: str | None, embedding: EmbeddingModel | None
+) -> ModelCard:
     options = {"dtype": _text(dtype), "max_model_len": plan.max_model_len, "tasks": plan.tasks}
     return ModelCard(
         name=name or plan.folder.path.resolve().name,
@@ -226,13 +264,15 @@ def _card(plan: Plan, dtype: torch.dtype, name: str | None) -> ModelCard:
         fingerprint=fingerprint(plan, options),
         created=int(time.time()),
         tokenizer=read_tokenizer_card(plan.core, lowercase=plan.lowercase),
-        embedding=_embedding_card(plan, plan.recipe) if plan.recipe else None,
+        embedding=_embedding_card(plan, plan.recipe, embedding) if plan.recipe else None,
         generation=read_generation_card(plan.core) if "generate" in plan.tasks else None,
         scoring=plan.scoring.card if plan.scoring else None,
     )
 
 
-def _embedding_card(plan: Plan, recipe: "Recipe") -> EmbeddingCard:
+def _embedding_card(
+    plan: Plan, recipe: "Recipe", embedding: EmbeddingModel | None
+) -> EmbeddingCard:
     return EmbeddingCard(
         dimensions=recipe.dimensions(plan.config.hidden_size),
         normalize=recipe.normalize,
@@ -244,7 +284,19 @@ def _embedding_card(plan: Plan, recipe: "Recipe") -> EmbeddingCard:
         chat=plan.chat,
         quantizer=recipe.quantizer,
         chunk_separator=recipe.chunk_separator,
+        outputs=_outputs(recipe, embedding),
     )
+
+
+def _outputs(recipe: "Recipe", embedding: EmbeddingModel | None) -> tuple[EmbeddingOutput, ...]:
+    if recipe.splade is not None:
+        return ("sparse",)
+    found: list[EmbeddingOutput] = ["dense"]
+    if embedding is not None and embedding.token_weights is not None:
+        found.append("sparse")
+    if embedding is not None and embedding.token_vectors is not None:
+        found.append("multi_vector")
+    return tuple(found)
 
 
 def _text(dtype: torch.dtype) -> str:

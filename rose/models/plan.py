@@ -5,7 +5,7 @@ Both the loader and `rose inspect` start from this.
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,18 @@ from rose.models.config import CONFIG_FILE, CheckpointFolder, ConfigReader, Sett
 from rose.models.contextual import add_separator
 from rose.models.errors import CheckpointError
 from rose.models.limits import max_length
+from rose.models.masked_lm_config import MaskedHead
 from rose.models.recipe import Recipe, read_recipe, transformer_path
+from rose.models.recipe_modules import TOKEN_VECTORS_FILE, TOKEN_WEIGHTS_FILE, SpladeModule
 from rose.models.registry import ARCHITECTURES
 from rose.models.scoring import Scoring, read_classifier, read_yes_no
 from rose.models.tasks import choose_tasks, is_classifier
-from rose.models.transformer_module import EMBED, read_transformer_module, transformer_settings
+from rose.models.transformer_module import (
+    EMBED,
+    SPARSE,
+    read_transformer_module,
+    transformer_settings,
+)
 from rose.models.weight_checks import check_counts
 from rose.models.weight_files import WeightFiles, find_weight_files, tensor_names
 
@@ -38,7 +45,7 @@ class Plan:
     `folder` is the model's folder, `core` the one of its backbone (the same, but in the oldest
     checkpoints of sentence-transformers). `recipe` and `chat` are for models that embed, `scoring`
     for those that score. `unused_head` are patterns of a classification head's tensors where the
-    model does not score.
+    model does not score. `masked_head` is for sparse embedders.
     """
 
     folder: CheckpointFolder
@@ -57,6 +64,7 @@ class Plan:
     settings: list[Setting] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     unused_head: tuple[str, ...] = ()
+    masked_head: MaskedHead | None = None
 
 
 def plan_checkpoint(
@@ -108,7 +116,7 @@ def plan_checkpoint(
         warnings=[*reader.warnings, *warnings],
     )
     if "embed" in chosen:
-        _add_recipe(plan)
+        _add_recipe(plan, reader)
     if {"score", "classify"} & set(chosen):
         _add_scoring(plan, reader)
     elif architecture.classifier is not None:
@@ -118,19 +126,42 @@ def plan_checkpoint(
     return plan
 
 
-def _add_recipe(plan: Plan) -> None:
+def _add_recipe(plan: Plan, config: ConfigReader) -> None:
     """Add what sentence-transformers' files say."""
     settings, file = transformer_settings(plan.core)
-    module = read_transformer_module(plan.core, EMBED)
     recipe = read_recipe(plan.folder, causal=plan.config.causal)
+    if recipe.splade is not None:
+        recipe = _add_masked_head(plan, config, recipe, recipe.splade)
     recipe = plan.recipe = add_separator(plan.core, recipe)
+    module = read_transformer_module(plan.core, SPARSE if recipe.splade else EMBED)
     reader = ConfigReader(settings, str(plan.core.path / file), "sentence-transformers", file)
     plan.lowercase = reader.get("do_lower_case", False, bool)
     plan.chat = module.chat
     if module.chat:
         plan.settings.append(Setting("texts", "through the chat template", file))
+    for name, head in (("vectors", TOKEN_VECTORS_FILE), ("weights", TOKEN_WEIGHTS_FILE)):
+        if plan.core.exists(head):
+            plan.settings.append(Setting(f"{name} of tokens", True, head))
     plan.settings += [*reader.settings, *recipe.settings]
     plan.warnings += [*module.warnings, *recipe.warnings]
+
+
+def _add_masked_head(
+    plan: Plan, config: ConfigReader, recipe: Recipe, splade: SpladeModule
+) -> Recipe:
+    """Add what a sparse embedder needs: the head, and the vocabulary's size for its width."""
+    if plan.architecture.masked_lm is None:
+        raise CheckpointError(
+            f"{plan.folder.path}: sparse embedders of {plan.architecture.name} are not supported"
+        )
+    plan.masked_head = plan.architecture.masked_lm(config)
+    vocab = plan.config.vocab_size
+    if splade.width not in (None, vocab):
+        raise CheckpointError(
+            f"{plan.folder.path}: SpladePooling is for {splade.width} tokens, "
+            f"the vocabulary has {vocab}"
+        )
+    return replace(recipe, splade=replace(splade, width=vocab))
 
 
 def _add_scoring(plan: Plan, reader: ConfigReader) -> None:

@@ -15,11 +15,13 @@ from rose.models.recipe_modules import (
     DenseModule,
     NormalizeModule,
     PoolingModule,
+    SpladeModule,
     VectorModule,
     read_dense,
     read_layer_norm,
     read_normalize,
     read_pooling,
+    read_splade,
 )
 
 SENTENCE_CONFIG = "config_sentence_transformers.json"
@@ -29,9 +31,11 @@ _READERS: dict[str, Callable[[CheckpointFolder, str], VectorModule]] = {
     "Normalize": read_normalize,
 }
 _QUANTIZER = "FlexibleQuantizer"
-_KNOWN = ("Transformer", "Pooling", *_READERS, "Dropout", "LogitScore", _QUANTIZER)
+_SPLADE = "SpladePooling"
+_BACKBONES = ("Transformer", "MLMTransformer")  # the latter is the older name before SPLADE
+_KNOWN = (*_BACKBONES, "Pooling", _SPLADE, *_READERS, "Dropout", "LogitScore", _QUANTIZER)
 # Other modules may lack a folder: Git keeps no empty ones.
-_WITH_FILES = ("Transformer", "Pooling", "Dense", "LayerNorm")
+_WITH_FILES = (*_BACKBONES, "Pooling", _SPLADE, "Dense", "LayerNorm")
 _OWN_TYPES = (f"st_quantize.{_QUANTIZER}",)  # of pplx-embed, whose code is not run but known
 
 
@@ -42,7 +46,8 @@ class Recipe:
     `modules` run in this order after pooling; a trailing normalisation is not among them but in
     `normalize`, and a quantiser in `quantizer`, so that a request can cut the vector before them.
     `truncate_dim` is the width to which the checkpoint itself cuts its vectors. `chunk_separator`
-    is the token between the chunks of a document, where the model was trained with one.
+    is the token between the chunks of a document, where the model was trained with one. `splade`
+    stands in place of `pooling` in a sparse embedder.
     """
 
     pooling: PoolingModule
@@ -54,12 +59,16 @@ class Recipe:
     truncate_dim: int | None = None
     matryoshka: tuple[int, ...] = ()
     chunk_separator: int | None = None
+    splade: SpladeModule | None = None
     settings: tuple[Setting, ...] = ()
     warnings: tuple[str, ...] = ()
 
     def dimensions(self, hidden_size: int) -> int:
         """Return the width of the finished vector."""
         width = hidden_size * len(self.pooling.modes)
+        if self.splade is not None:
+            assert self.splade.width is not None, "the plan knows the vocabulary"
+            width = self.splade.width
         for module in self.modules:
             if isinstance(module, DenseModule):
                 width = module.outputs
@@ -123,7 +132,7 @@ def transformer_path(folder: CheckpointFolder) -> str:
     entries = read_modules(folder)
     if entries is None:
         return ""
-    if not entries or entries[0].kind != "Transformer":
+    if not entries or entries[0].kind not in _BACKBONES:
         found = entries[0].type if entries else "nothing"
         raise CheckpointError(
             f"{folder.path / MODULES_FILE}: the first module must be a Transformer, found {found}"
@@ -159,6 +168,8 @@ def _default_recipe(*, causal: bool) -> Recipe:
 
 
 def _from_entries(folder: CheckpointFolder, entries: list[ModuleEntry]) -> Recipe:
+    if any(entry.kind == _SPLADE for entry in entries):
+        return _sparse(folder, entries)
     _check_order(folder, entries)
     pooling = read_pooling(folder, entries[1].path)
     pooling_file = f"{entries[1].path}/config.json"
@@ -187,6 +198,19 @@ def _from_entries(folder: CheckpointFolder, entries: list[ModuleEntry]) -> Recip
         settings=settings,
         warnings=warnings,
     )
+
+
+def _sparse(folder: CheckpointFolder, entries: list[ModuleEntry]) -> Recipe:
+    kinds = [entry.kind for entry in entries]
+    if kinds[1:] != [_SPLADE] or kinds[0] not in _BACKBONES:
+        raise CheckpointError(
+            f"{folder.path / MODULES_FILE}: a Transformer, then {_SPLADE}, are expected, "
+            f"found {', '.join(kinds)}"
+        )
+    splade = read_splade(folder, entries[1].path)
+    file = f"{entries[1].path}/config.json"
+    settings = (Setting("pooling", str(splade), file), Setting("normalize", False, MODULES_FILE))
+    return Recipe(PoolingModule((str(splade),)), splade=splade, settings=settings)
 
 
 def _check_order(folder: CheckpointFolder, entries: list[ModuleEntry]) -> None:
@@ -223,8 +247,11 @@ def _add_sentence_config(folder: CheckpointFolder, recipe: Recipe) -> Recipe:
     config = folder.json(SENTENCE_CONFIG) or {}
     where = str(folder.path / SENTENCE_CONFIG)
     model_type = config.get("model_type")
-    if model_type not in (None, "SentenceTransformer"):
+    expected = "SparseEncoder" if recipe.splade else "SentenceTransformer"
+    if model_type not in (None, expected):
         raise CheckpointError(f"{where}: model_type: {model_type!r} does not embed")
+    if config.get("max_active_dims") is not None:
+        raise CheckpointError(f"{where}: max_active_dims: it is not supported")
     prompts, default = read_prompts(folder)
     truncate = _width(config.get("truncate_dim"), f"{where}: truncate_dim")
     found = [

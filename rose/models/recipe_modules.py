@@ -25,6 +25,10 @@ _OLD_FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+# Heads that BGE-M3 puts on each token's hidden state, and their files.
+TOKEN_VECTORS_FILE = "colbert_linear.pt"
+TOKEN_WEIGHTS_FILE = "sparse_linear.pt"
+_SPLADE_WIDTHS = ("embedding_dimension", "word_embedding_dimension")  # newer and older name
 # Classes of torch.nn that a checkpoint may name -> ROSE's activations.
 TORCH_ACTIVATIONS = {
     "GELU": "gelu",
@@ -78,6 +82,22 @@ class NormalizeModule:
         return "Normalize"
 
 
+@dataclass(frozen=True, slots=True)
+class SpladeModule:
+    """A masked language model's logits, pooled to one weight per token of the vocabulary.
+
+    `strategy` is "max" or "sum"; `twice` takes the logarithm twice. `width` is the vocabulary's
+    size where the checkpoint states it.
+    """
+
+    strategy: str
+    twice: bool
+    width: int | None
+
+    def __str__(self) -> str:
+        return f"splade-{self.strategy}" + ("-log1p" if self.twice else "")
+
+
 VectorModule = DenseModule | LayerNormModule | NormalizeModule
 
 
@@ -106,6 +126,32 @@ def read_pooling(folder: CheckpointFolder, path: str) -> PoolingModule:
         tuple(POOLING_MODES[mode] for mode in modes) or ("mean",),
         reader.get("include_prompt", True, bool),
     )
+
+
+def read_splade(folder: CheckpointFolder, path: str) -> SpladeModule:
+    """Read a SpladePooling module's config.
+
+    Raises:
+        CheckpointError: a setting is malformed or unknown.
+    """
+    name = f"{path}/config.json"
+    config = folder.json(name) or {}
+    reader = ConfigReader(config, str(folder.path / name), "SpladePooling")
+    known = {"pooling_strategy", "activation_function", *_SPLADE_WIDTHS, "chunk_size"}
+    if extra := config.keys() - known:
+        raise CheckpointError(f"{reader.file}: {min(extra)}: SpladePooling has no such setting")
+    strategy = reader.get("pooling_strategy", "max", str)
+    activation = reader.get("activation_function", "relu", str)
+    for key, value, values in (
+        ("pooling_strategy", strategy, ("max", "sum")),
+        ("activation_function", activation, ("relu", "log1p_relu")),
+    ):
+        if value not in values:
+            raise CheckpointError(
+                f"{reader.file}: {key}: {value!r} is not supported. Known: {', '.join(values)}."
+            )
+    widths = [width for key in _SPLADE_WIDTHS if (width := reader.optional_size(key))]
+    return SpladeModule(strategy, activation == "log1p_relu", widths[0] if widths else None)
 
 
 def _named_modes(config: Mapping[str, Any]) -> list[Any]:

@@ -11,6 +11,7 @@ from rose.models.encoder_config import (
     leave_out_padding,
     read_encoder_config,
 )
+from rose.models.masked_lm_config import roberta_masked_head
 
 
 def read_roberta_config(vocab_size: int, reader: ConfigReader) -> EncoderConfig:
@@ -31,6 +32,7 @@ ROBERTA = Architecture(
     backbone="rose.models.roberta:RobertaModel",
     ignored=IGNORED,
     classifier=dense_head,
+    masked_lm=roberta_masked_head,
 )
 XLM_ROBERTA = Architecture(
     name="xlm-roberta",
@@ -38,4 +40,5 @@ XLM_ROBERTA = Architecture(
     backbone="rose.models.roberta:RobertaModel",
     ignored=IGNORED,
     classifier=dense_head,
+    masked_lm=roberta_masked_head,
 )

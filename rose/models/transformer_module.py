@@ -27,6 +27,7 @@ class Use(NamedTuple):
 
 EMBED = Use("feature-extraction", "token_embeddings", "last_hidden_state")
 CLASSIFY = Use("sequence-classification", "scores", "logits")
+SPARSE = Use("fill-mask", "token_embeddings", "logits")
 YES_NO = Use("text-generation", "causal_logits", "logits")
 
 

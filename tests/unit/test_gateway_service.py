@@ -423,9 +423,11 @@ def test_answers_are_as_openapi_says(http):
     bodies = {
         "/v1/embeddings": {"input": "a"},
         "/tokenize": {"prompt": "a"},
-        "/v1/contextualizedembeddings": {"input": [["a", "red"], ["kite"]]},
         "/detokenize": {"tokens": [5]},
+        "/v1/contextualizedembeddings": {"input": [["a", "red"], ["kite"]]},
         "/embed": {"inputs": "a"},
+        "/embed_all": {"inputs": ["a", "red"]},
+        "/embed_sparse": {"inputs": ["a", "red"]},
         "/similarity": {"inputs": {"source_sentence": "a", "sentences": ["red"]}},
         "/decode": {"ids": [5]},
     }

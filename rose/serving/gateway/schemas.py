@@ -184,6 +184,13 @@ class TokenizeRequest(Request, kw_only=True):
 
     prompt: Annotated[str | None, Meta(description="The text.", examples=["a red kite"])] = None
     text: Annotated[str | None, Meta(description="The same by another name.")] = None
+    inputs: Annotated[
+        str | list[str] | None,
+        Meta(description="A text or several, for an answer in the form of TEI: places of tokens."),
+    ] = None
+    prompt_name: Annotated[
+        str | None, Meta(description="With `inputs`: put this prompt of the model before each.")
+    ] = None
     add_special_tokens: Annotated[bool | None, Meta(description="Default true.")] = None
     return_token_strs: Annotated[
         bool | None, Meta(description="Also give the vocabulary's entries.")

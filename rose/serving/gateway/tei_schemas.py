@@ -34,6 +34,47 @@ class EmbedRequest(Request, kw_only=True):
     ] = None
 
 
+class EmbedSparseRequest(Request, kw_only=True):
+    """Texts of which to get the weights of tokens."""
+
+    inputs: Annotated[
+        str | list[str | int | list[int]] | None,
+        Meta(
+            description="A text, a list of texts, token ids, or a list of token ids.",
+            examples=["a red kite over the hill"],
+        ),
+    ] = None
+    truncate: Cut = None
+    truncation_direction: Side = None
+    prompt_name: PromptName = None
+
+
+class EmbedAllRequest(EmbedSparseRequest, kw_only=True):
+    """Texts of which to get a vector for each token."""
+
+    output: Annotated[
+        Literal["hidden_states", "multi_vector"] | None,
+        Meta(description="`multi_vector`: vectors to compare token by token (BGE-M3)."),
+    ] = None
+
+
+class SparseValue(msgspec.Struct, kw_only=True):
+    """A token of the vocabulary, and its weight."""
+
+    index: int
+    value: float
+
+
+class SimpleToken(msgspec.Struct, kw_only=True):
+    """A token of a text: characters `start` to `stop` - 1; special ones stand nowhere in it."""
+
+    id: int
+    text: str
+    special: bool
+    start: int | None
+    stop: int | None
+
+
 class SimilarityInputs(msgspec.Struct, kw_only=True):
     """A text, and those to compare it with."""
 

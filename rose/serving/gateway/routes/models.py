@@ -1,5 +1,8 @@
 """GET /v1/models."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import msgspec
 from starlette.responses import Response
 
@@ -17,8 +20,8 @@ async def one_model(call: Call[None]) -> Response:
     return json_response(call.gateway.table.named(call.request.path_params["model"]).info())
 
 
-def json_response(body: msgspec.Struct) -> Response:
-    """An answer out of a struct."""
+def json_response(body: msgspec.Struct | Sequence[Any]) -> Response:
+    """An answer out of a struct, or a list of them."""
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 

@@ -8,20 +8,30 @@ import orjson
 from starlette.responses import Response
 
 from rose._version import __version__
-from rose.models.card import ModelCard, Task
+from rose.models.card import ModelCard, Task, TokenOutput
 from rose.serving.client_api import EngineError
 from rose.serving.gateway.embedding_input import check_ids
+from rose.serving.gateway.embedding_output import NUMBERS_PER_CALL
 from rose.serving.gateway.errors import ApiError, bad_request, from_engine
 from rose.serving.gateway.operation import BODY_ERRORS, Call, Operation
 from rose.serving.gateway.routes.embeddings import Embedded, embed
 from rose.serving.gateway.routes.models import json_response
 from rose.serving.gateway.schemas import EmbeddingRequest
+from rose.serving.gateway.sparse_output import (
+    encode_sparse,
+    of_tokens,
+    of_vocabulary,
+    unused_ids,
+)
 from rose.serving.gateway.tei_schemas import (
     DecodeRequest,
     Direction,
+    EmbedAllRequest,
     EmbedRequest,
+    EmbedSparseRequest,
     Info,
     SimilarityRequest,
+    SparseValue,
 )
 
 
@@ -40,6 +50,48 @@ async def embed_texts(call: Call[EmbedRequest]) -> Response:
     vectors = (await _embed(call, request, _input_name)).answer.vectors
     content = await call.in_thread(_dump, np.ascontiguousarray(vectors))
     return Response(content, media_type="application/json")
+
+
+async def embed_all(call: Call[EmbedAllRequest]) -> Response:
+    """A vector for each token of texts, special ones too: a list of lists for each text."""
+    output: TokenOutput = call.body.output or "hidden_states"
+    if output == "multi_vector":
+        model = call.gateway.table.choose(call.body.model, "embed", doing="embed texts")
+        if model.card.embedding is None or output not in model.card.embedding.outputs:
+            raise bad_request(f"The model '{model.name}' has no vectors of tokens.", "output")
+    request = _plain_request(call.body)
+    done = await _embed(call, request, _input_name, per_token=output)
+    content = await call.in_thread(_dump_texts, done)
+    return Response(content, media_type="application/json")
+
+
+async def embed_sparse(call: Call[EmbedSparseRequest]) -> Response:
+    """Weights of tokens: of the whole vocabulary, or of those in the text."""
+    model = call.gateway.table.choose(call.body.model, "embed", doing="embed texts")
+    outputs = model.card.embedding.outputs if model.card.embedding else ()
+    if "sparse" not in outputs:
+        raise bad_request(f"The model '{model.name}' has no sparse vectors.", "model")
+    request = _plain_request(call.body)
+    if "dense" not in outputs:
+        done = await _embed(call, request, _input_name, sparse=True)
+        rows = of_vocabulary(done.answer.vectors.astype(np.float32, copy=False))
+    else:
+        done = await _embed(call, request, _input_name, per_token="token_weights")
+        tokenizer = await done.model.tokenizer(call.gateway.pool)
+        unused = unused_ids(tokenizer, done.model.card.tokenizer.special_tokens)
+        rows = of_tokens(done.work.ids, done.answer.vectors.astype(np.float32, copy=False), unused)
+    content = await call.in_thread(encode_sparse, rows)
+    return Response(content, media_type="application/json")
+
+
+def _plain_request(body: EmbedSparseRequest) -> EmbeddingRequest:
+    return EmbeddingRequest(
+        model=body.model,
+        input=body.inputs,
+        truncate=bool(body.truncate),
+        truncation_side=_side(body.truncation_direction),
+        prompt_name=body.prompt_name,
+    )
 
 
 async def similarity(call: Call[SimilarityRequest]) -> Response:
@@ -125,11 +177,16 @@ def _side(direction: Direction | None) -> Literal["left", "right"] | None:
 
 
 async def _embed(
-    call: Call[Any], request: EmbeddingRequest, name_of: Callable[[str], str]
+    call: Call[Any],
+    request: EmbeddingRequest,
+    name_of: Callable[[str], str],
+    *,
+    per_token: TokenOutput | None = None,
+    sparse: bool = False,
 ) -> Embedded:
     """Runs a request, and names the fields in its errors as the route does."""
     try:
-        return await embed(call, request)
+        return await embed(call, request, per_token=per_token, sparse=sparse)
     except EngineError as error:
         failed = from_engine(error)
         raise failed.renamed(name_of(failed.param)) if failed.param else failed from error
@@ -153,6 +210,18 @@ def _sentence_name(param: str) -> str:
     return f"inputs.sentences[{place - 1}]" if place else "inputs.source_sentence"
 
 
+def _dump_texts(done: Embedded) -> bytes:
+    """A list of rows for each text; a call to the encoder, which holds the GIL, gets few."""
+    rows = np.ascontiguousarray(done.answer.vectors)
+    step = max(1, NUMBERS_PER_CALL // rows.shape[1])
+    ends = np.cumsum([len(ids) for ids in done.work.ids])[:-1]
+    texts = (
+        b",".join(_dump(part[at : at + step])[1:-1] for at in range(0, len(part), step))
+        for part in np.split(rows, ends)
+    )
+    return b"[[" + b"],[".join(texts) + b"]]"
+
+
 def _dump(array: Any) -> bytes:  # noqa: ANN401 - numpy arrays of any dtype
     return orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY)
 
@@ -166,6 +235,31 @@ OPERATIONS = (
         tag="TEI",
         body=EmbedRequest,
         answer=list[list[float]],
+        example={"inputs": ["a red kite over the hill"]},
+        statuses=BODY_ERRORS,
+    ),
+    Operation(
+        method="POST",
+        path="/embed_all",
+        handler=embed_all,
+        summary="Embed each token of texts",
+        description="The model's hidden states, neither pooled nor normalised; or, with `output`, "
+        "the vectors that a model makes of its tokens to be compared one by one.",
+        tag="TEI",
+        body=EmbedAllRequest,
+        answer=list[list[list[float]]],
+        example={"inputs": ["a red kite over the hill"]},
+        statuses=BODY_ERRORS,
+    ),
+    Operation(
+        method="POST",
+        path="/embed_sparse",
+        handler=embed_sparse,
+        summary="Weigh the tokens of texts",
+        description="For models with sparse vectors (SPLADE, BGE-M3): the tokens with a weight.",
+        tag="TEI",
+        body=EmbedSparseRequest,
+        answer=list[list[SparseValue]],
         example={"inputs": ["a red kite over the hill"]},
         statuses=BODY_ERRORS,
     ),

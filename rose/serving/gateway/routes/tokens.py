@@ -1,22 +1,30 @@
 """POST /tokenize and /detokenize."""
 
 from starlette.responses import Response
+from tokenizers import Encoding
 
+from rose.models.card import ModelCard
 from rose.serving.gateway.embedding_input import check_ids
 from rose.serving.gateway.errors import bad_request
 from rose.serving.gateway.operation import BODY_ERRORS, Call, Operation
+from rose.serving.gateway.prompts import choose_prompt
 from rose.serving.gateway.routes.models import json_response
 from rose.serving.gateway.schemas import (
     DetokenizeAnswer,
     DetokenizeRequest,
+    EmbeddingRequest,
     TokenizeAnswer,
     TokenizeRequest,
 )
+from rose.serving.gateway.settings import GatewaySettings
+from rose.serving.gateway.tei_schemas import SimpleToken
 
 
 async def tokenize(call: Call[TokenizeRequest]) -> Response:
     """Token ids of a text; nothing is cut."""
     body = call.body
+    if body.inputs is not None:
+        return await _tei_tokens(call, body.inputs)
     text = _text_of(body, call.gateway.settings.max_tokenize_chars)
     model = call.gateway.table.choose(body.model)
     tokenizer = await model.tokenizer(call.gateway.pool)
@@ -34,6 +42,62 @@ async def tokenize(call: Call[TokenizeRequest]) -> Response:
         return json_response(answer)
 
     return await call.in_thread(work)
+
+
+async def _tei_tokens(call: Call[TokenizeRequest], inputs: str | list[str]) -> Response:
+    """The tokens of each text with their places in it, as TEI answers."""
+    body, settings = call.body, call.gateway.settings
+    texts = [inputs] if isinstance(inputs, str) else inputs
+    _check_inputs(body, texts, settings)
+    model = call.gateway.table.choose(body.model)
+    prompt = _prompt_of(body, model.card)
+    tokenizer = await model.tokenizer(call.gateway.pool)
+    special = body.add_special_tokens is not False
+
+    def work() -> Response:
+        whole = [prompt + text for text in texts]
+        encodings = tokenizer.encode_with_offsets(whole, add_special_tokens=special)
+        pairs = zip(whole, encodings, strict=True)
+        return json_response([simple_tokens(text, encoding) for text, encoding in pairs])
+
+    return await call.in_thread(work)
+
+
+def simple_tokens(text: str, encoding: Encoding) -> list[SimpleToken]:
+    """The tokens of a text: special ones by their names, the others by what stands in the text."""
+    rows = zip(
+        encoding.ids, encoding.tokens, encoding.special_tokens_mask, encoding.offsets, strict=True
+    )
+    return [
+        SimpleToken(id=i, text=name, special=True, start=None, stop=None)
+        if special
+        else SimpleToken(id=i, text=text[start:stop], special=False, start=start, stop=stop)
+        for i, name, special, (start, stop) in rows
+    ]
+
+
+def _check_inputs(body: TokenizeRequest, texts: list[str], settings: GatewaySettings) -> None:
+    for name in ("prompt", "text"):
+        if getattr(body, name) is not None:
+            raise bad_request(f"Give '{name}' or 'inputs', not both.", "inputs")
+    if not texts:
+        raise bad_request("'inputs' is an empty list.", "inputs")
+    if len(texts) > settings.max_inputs:
+        message = f"'inputs' has {len(texts)} items; at most {settings.max_inputs} a request."
+        raise bad_request(message, "inputs")
+    chars = sum(map(len, texts))
+    if chars > settings.max_tokenize_chars:
+        most = settings.max_tokenize_chars
+        message = f"'inputs' has {chars} characters; at most {most} are tokenised."
+        raise bad_request(message, "inputs")
+
+
+def _prompt_of(body: TokenizeRequest, card: ModelCard) -> str:
+    if body.prompt_name is None:
+        return ""
+    if card.embedding is None:
+        raise bad_request("This model has no prompts.", "prompt_name")
+    return choose_prompt(EmbeddingRequest(prompt_name=body.prompt_name), card.embedding)
 
 
 def _text_of(body: TokenizeRequest, max_chars: int) -> str:
@@ -72,7 +136,8 @@ OPERATIONS = (
         summary="Turn a text into token ids",
         tag="Tokens",
         body=TokenizeRequest,
-        answer=TokenizeAnswer,
+        answer=TokenizeAnswer | list[list[SimpleToken]],
+        description="`prompt` or `text` for one text's ids; `inputs` for the answer of TEI.",
         example={"prompt": "a red kite over the hill"},
         statuses=BODY_ERRORS,
     ),
