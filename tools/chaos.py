@@ -356,6 +356,7 @@ def main() -> int:
     with _private_tmp() as tmp:
         environment = {"TMPDIR": str(tmp), "OMP_NUM_THREADS": "1"}
         arguments = (*limits, "--replicas", str(options.replicas))
+        arguments += ("--gateway-workers", str(options.gateway_workers))
         with serve(folders, *arguments, environment=environment) as server:
             hand = Hand(server, options.replicas, options.seed)
             files = open_files(server.pid)
@@ -381,7 +382,7 @@ def _summarise_log(report: Report, server: RunningServer) -> None:
 
 
 def _check_files(report: Report, before: dict[str, int], after: dict[str, int]) -> None:
-    for role in ("supervisor", "gateway"):
+    for role in (role for role in before if not role.startswith("engine")):
         kept = after.get(role, 0) <= before[role] + 4
         report.check(f"open files of the {role}", after.get(role), f"about {before[role]}", kept)
 
@@ -392,6 +393,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--embedder", default="all-MiniLM-L6-v2")
     parser.add_argument("--llm", default="SmolLM2-135M-Instruct")
     parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--gateway-workers", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--every", type=float, default=20.0, help="seconds between blows (20)")
     parser.add_argument("--clients", "-c", type=int, default=16)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 import zmq.asyncio
 
 from rose.serving import protocol
+from rose.serving.curve import Keys
 from rose.serving.protocol import (
     PROTOCOL_VERSION,
     GraphCell,
@@ -62,15 +63,17 @@ def _grid(name: GraphRuntime, cache: "GraphCache[Any, Any]") -> GraphGrid:
     )
 
 
-async def fetch_grids(address: str, timeout_s: float = TIMEOUT_S) -> list[GraphGrid]:
-    """Ask the engine at an address for its device graphs.
+async def fetch_grids(
+    address: str, timeout_s: float = TIMEOUT_S, keys: Keys | None = None
+) -> list[GraphGrid]:
+    """Ask the engine at an address for its device graphs, with a gateway's keys if it has some.
 
     Raises:
         ValueError: the address cannot be used, or no engine of this version answers there.
     """
     context = zmq.asyncio.Context()
     try:
-        socket = make_dealer(context, check_peer(address))
+        socket = make_dealer(context, check_peer(address, keyed=keys is not None), keys)
         socket.connect(address)
         async with asyncio.timeout(timeout_s):
             return await _ask(socket)

@@ -87,7 +87,7 @@ class Supervisor:
         self._secrets = {name: value for name, value in secrets.items() if value}
         self._engines: list[Child] = []
         self._gateways: list[Child] = []
-        self._sockets: dict[Path, Child] = {}  # and the engine that listens there
+        self._sockets: dict[Path, Child] = {}  # and who listens there
         self._signals = 0
         self._faults: list[str] = []  # of the way in which the tree ended
 
@@ -140,7 +140,10 @@ class Supervisor:
             if self._gateway_workers > 1:
                 name = f"gateway {number}"
                 words = [*command, "--worker", f"{number}/{self._gateway_workers}/{folder}"]
-            self._gateways.append(Child(name, words, secrets=self._secrets, inherit=[fd]))
+            child = Child(name, words, secrets=self._secrets, inherit=[fd])
+            self._gateways.append(child)
+            if self._gateway_workers > 1:
+                self._sockets[folder / f"gateway-{number}.sock"] = child
         for child in self._children:
             child.start()
 
@@ -165,10 +168,10 @@ class Supervisor:
             time.sleep(POLL_S)
 
     def _check_sockets(self, folder: SocketFolder) -> None:
-        """See that every engine can be reached by a gateway that is started again.
+        """See that every engine and gateway can be reached by gateways that are started again.
 
         An engine whose socket somebody removed goes on serving the gateway that it is connected
-        to, so engines are started again one by one.
+        to, so processes are started again one by one.
         """
         try:
             if folder.restore():

@@ -4,6 +4,7 @@ Unless a process was told where to send them, nothing is recorded and nothing is
 that a client began goes on here: the gateway reads `traceparent` and hands it on to the engine.
 """
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +35,8 @@ def set_up(endpoint: str | None, process: str) -> None:
     except ImportError as error:
         message = f"--otlp-endpoint needs OpenTelemetry: pip install 'rose-engine[otel]' ({error})"
         raise ValueError(message) from None
+    # While a collector is away each try would be a line; what is given up still is one.
+    logging.getLogger("opentelemetry.exporter").setLevel(logging.ERROR)
     names = {"service.name": "rose", "service.version": __version__, "rose.process": process}
     provider = TracerProvider(resource=Resource.create(names))
     exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")

@@ -55,4 +55,7 @@ def test_only_a_gateway_with_the_right_key_is_served(run, bert, tmp_path):
     assert "refuses this gateway's key" in answer.json()["error"]["message"]
     assert embed(stranger).status_code == 503
     assert embed(gateway).status_code == 200, "nobody else is hurt"
+    inspect = run("inspect", "--graphs", address, "--keys", tmp_path / "keys", "--json")
+    assert inspect.wait(60) == 0
+    assert inspect.log.read_text().strip() == "[]"
     assert [stop(process) for process in (stranger, gateway, engine)] == [0, 0, 0]

@@ -2,9 +2,11 @@
 
 import os
 import re
+import shutil
 import signal
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -65,4 +67,17 @@ def test_a_worker_that_dies_is_started_again_while_the_other_serves(server):
         assert time.monotonic() < deadline, server.log
         time.sleep(0.1)
     server.wait_ready()
+    assert server.stop() == 0
+
+
+def test_sockets_that_somebody_removed_come_back(server):
+    command = Path(f"/proc/{server.children()[0]}/cmdline").read_bytes().decode().split("\0")
+    engine = Path(command[command.index("--bind") + 1].removeprefix("ipc://"))
+    shutil.rmtree(engine.parent)
+    deadline = time.monotonic() + 60
+    while len(list(engine.parent.glob("*.sock"))) < 3:
+        assert time.monotonic() < deadline, server.log
+        time.sleep(0.1)
+    server.wait_ready()
+    assert embed(server).status_code == 200
     assert server.stop() == 0

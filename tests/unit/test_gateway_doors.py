@@ -34,8 +34,9 @@ def running(*apps, tls=None, folder=None):
         listener = stack.enter_context(listen("127.0.0.1", 0))
         for number, make in enumerate(apps):
             workers = Workers(folder, len(apps), number, tls is not None) if folder else None
-            door = Door(listener=listener.dup(), tls=tls, workers=workers)
-            stack.enter_context(door.listener)
+            own = stack.enter_context(workers.listen()) if workers else None
+            taken = stack.enter_context(listener.dup())
+            door = Door(listener=taken, tls=tls, workers=workers, from_workers=own)
             stack.enter_context(_thread(make(workers), door))
         yield listener.getsockname()[1]
 

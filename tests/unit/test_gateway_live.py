@@ -15,8 +15,9 @@ import uvicorn
 
 from rose.serving.gateway import http_protocol
 from rose.serving.gateway.app import create_app
-from rose.serving.gateway.http_protocol import HttpProtocol
+from rose.serving.gateway.http_protocol import NO_HTTP, HttpProtocol
 from rose.serving.gateway.settings import GatewaySettings
+from rose.serving.repeated import RepeatedWarning
 from tests.unit.gateway_stub import StubClient, card, tokenizer_json, vector
 
 
@@ -140,7 +141,7 @@ def test_bodies_that_do_not_come_keep_nobody_out():
 
 
 def test_neither_nonsense_nor_upgrades_fill_the_log(live, caplog, monkeypatch):
-    monkeypatch.setattr(http_protocol._no_http, "_said", None)
+    monkeypatch.setattr(http_protocol, "_no_http", RepeatedWarning(http_protocol.log, NO_HTTP))
     for _ in range(50):
         with live.send(b"nonsense\r\n\r\n") as connection:
             assert connection.recv(100).startswith(b"HTTP/1.1 400")
@@ -148,7 +149,7 @@ def test_neither_nonsense_nor_upgrades_fill_the_log(live, caplog, monkeypatch):
     with live.send(b"GET /health HTTP/1.1\r\nHost: x\r\n" + upgrade + b"\r\n") as connection:
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
     lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert lines == ["refused a request that is not valid HTTP, from 127.0.0.1"]
+    assert lines == [NO_HTTP % "127.0.0.1"]
 
 
 def test_too_large_is_said_before_the_body_is_sent():

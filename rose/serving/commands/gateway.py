@@ -63,7 +63,13 @@ def gateway(
         message = "everybody who can reach port %d is let in; --api-key-file asks for a key"
         logging.getLogger(__name__).warning(message, listener.getsockname()[1])
     with listener:
-        door = Door(listener=listener, tls=files, workers=_workers(worker, tls=files is not None))
+        workers = _workers(worker, tls=files is not None)
+        door = Door(
+            listener=listener,
+            tls=files,
+            workers=workers,
+            from_workers=workers.listen() if workers else None,
+        )
         run_gateway(engines, settings, door, curve)
 
 

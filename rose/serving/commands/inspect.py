@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from rose.serving.commands.options import MaxModelLen, Tasks, parse_tasks
+from rose.serving.commands.options import KeysFolder, MaxModelLen, Tasks, parse_tasks
 
 
 def inspect(
@@ -23,6 +23,7 @@ def inspect(
             show_default=False,
         ),
     ] = None,
+    keys: KeysFolder = None,
     picture: Annotated[
         Path | None,
         typer.Option(
@@ -45,7 +46,7 @@ def inspect(
     if model is not None:
         _show_checkpoint(model, task, max_model_len, as_json)
     elif graphs is not None:
-        _show_graphs(graphs, picture, as_json)
+        _show_graphs(graphs, keys, picture, as_json)
 
 
 def _show_checkpoint(
@@ -64,16 +65,17 @@ def _show_checkpoint(
         report_module.print_report(report, Console())
 
 
-def _show_graphs(address: str, picture: Path | None, as_json: bool) -> None:
+def _show_graphs(address: str, keys: Path | None, picture: Path | None, as_json: bool) -> None:
     import asyncio
 
     import msgspec
     from rich.console import Console
 
+    from rose.serving.curve import read_keys
     from rose.serving.graph_grids import fetch_grids
     from rose.serving.graph_picture import draw_grids, print_grids
 
-    grids = asyncio.run(fetch_grids(address))
+    grids = asyncio.run(fetch_grids(address, keys=read_keys(keys, "gateway") if keys else None))
     if as_json:
         typer.echo(msgspec.json.encode(grids).decode())
     else:

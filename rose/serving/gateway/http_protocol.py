@@ -21,9 +21,10 @@ MAX_HEADERS = 256
 HEAD_LIMIT_S = 30.0
 LINGER_S = 1.0  # for a client to take an answer while it is still sending
 
-_no_http = RepeatedWarning(
-    logging.getLogger(__name__), "refused a request that is not valid HTTP, from %s"
-)
+NO_HTTP = "refused a request that is not valid HTTP, from %s"
+
+log = logging.getLogger(__name__)
+_no_http = RepeatedWarning(log, NO_HTTP)
 
 
 class HttpProtocol(HttpToolsProtocol):

@@ -93,7 +93,7 @@ def _responses(
 ) -> dict[str, dict[str, Any]]:
     answer = operation.answer
     content = (
-        {answer: {"schema": {"type": "string"}}}
+        {answer: {"schema": {"type": "object" if answer.endswith("json") else "string"}}}
         if isinstance(answer, str)
         else {"application/json": {"schema": schemas[answer]}}
     )

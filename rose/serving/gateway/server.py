@@ -42,11 +42,13 @@ class Door:
         listener: A bound socket, see `rose.serving.process.listen`.
         tls: Files of the certificate (with its chain) and of its key; None is plain HTTP.
         workers: The gateways that share the socket, if there are several.
+        from_workers: What the others ask this one by, see `Workers.listen`.
     """
 
     listener: socket.socket
     tls: tuple[Path, Path] | None = None
     workers: Workers | None = None
+    from_workers: socket.socket | None = None
 
 
 def run_gateway(
@@ -167,7 +169,7 @@ async def _serve_http(app: Starlette, door: Door, stop: asyncio.Event) -> None:
         ssl_keyfile=key,
     )
     server = _Server(config)
-    listeners = [door.listener, *([door.workers.listen()] if door.workers else [])]
+    listeners = [door.listener, *([door.from_workers] if door.from_workers else [])]
     serving = asyncio.create_task(server.serve(sockets=listeners))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
