@@ -81,7 +81,8 @@ class UnigramEncoder:
         """
         self._encode = library.rose_unigram_encode
         self._handle = _Builder(library).encoder(facts)
-        weakref.finalize(self, library.rose_unigram_free, self._handle)
+        # A thread may still be encoding when the interpreter ends: nothing is freed then.
+        weakref.finalize(self, library.rose_unigram_free, self._handle).atexit = False
         self._slack: int = library.rose_unigram_slack(self._handle)
         self.num_bytes: int = library.rose_unigram_num_bytes(self._handle)
 

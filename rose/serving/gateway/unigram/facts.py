@@ -7,7 +7,7 @@ score may differ from Python's in the last bit, which decides between pieces of 
 import base64
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -75,8 +75,8 @@ class UnigramFacts:
         suffix: Special tokens after it.
     """
 
-    pieces: list[str]
-    scores: list[float]
+    pieces: Sequence[str]
+    scores: Sequence[float]
     unk_id: int
     byte_fallback: bool
     stages: list[Stage]
@@ -108,9 +108,10 @@ def read_facts(backend: tokenizers.Tokenizer) -> UnigramFacts:
     prefix, suffix = _template(_state(backend.post_processor))
     model = _model(backend)
     assert model.unk_id is not None
+    pieces, scores = zip(*model.vocab, strict=True)
     return UnigramFacts(
-        pieces=[piece for piece, _ in model.vocab],
-        scores=[score for _, score in model.vocab],
+        pieces=pieces,
+        scores=scores,
         unk_id=model.unk_id,
         byte_fallback=model.byte_fallback,
         stages=stages,
@@ -190,8 +191,8 @@ def _template(state: dict[str, Any] | None) -> tuple[list[int], list[int]]:
         case None:
             return [], []
         case {"type": "TemplateProcessing", "single": list(pieces), "special_tokens": dict(tokens)}:
-            places = [i for i, piece in enumerate(pieces) if "Sequence" in piece]
-            if len(places) == 1:
+            places = [i for i, piece in enumerate(pieces) if "SpecialToken" not in piece]
+            if len(places) == 1 and pieces[places[0]]["Sequence"]["id"] == "A":
                 ids = [tokens[piece["SpecialToken"]["id"]]["ids"] if "SpecialToken" in piece else []
                        for piece in pieces]  # fmt: skip
                 place = places[0]
