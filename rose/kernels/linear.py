@@ -16,7 +16,8 @@ from torch import Tensor
 
 from rose.kernels.activation import activate, gated
 from rose.kernels.cpu import load_library
-from rose.kernels.cpu.gemm import ACTIVATION_NUMBERS, PackedMatrix, Storage
+from rose.kernels.cpu.gemm import ACTIVATION_NUMBERS, PackedMatrix
+from rose.kernels.quantization import quantize
 
 
 class LinearOp(Protocol):
@@ -87,27 +88,30 @@ def make_linear(
         bias_O: [O], where gated [2 O], or None.
         activation: one of `rose.kernels.activation.ACTIVATIONS`.
         gated: whether results are act(gate) * up.
-        quantization: None keeps the weights as they are; "int8" rounds them to 8 bits with a scale
-            for every 32 inputs of an output, and computes with those in float32.
+        quantization: None keeps the weights as they are; a name of
+            `rose.kernels.quantization.BITS` rounds them.
 
     Raises:
         ValueError: another quantization, or one that cannot be computed here.
     """
-    if quantization not in (None, "int8"):
-        raise ValueError(f"quantization {quantization!r} is unknown. Known: int8.")
     is_plain = weight_OI.device.type == "cpu" and weight_OI.dtype == torch.float32
     library = load_library() if is_plain else None
     if library is None:
         if quantization is not None:
-            raise ValueError(
-                f"quantization {quantization!r} takes float32 on a CPU, and its compiled kernels"
-            )
+            raise ValueError(_cannot_quantize(quantization, weight_OI, is_plain))
         return TorchLinear(weight_OI, bias_O, activation, gated)
     weight_OI = weight_OI.contiguous()
-    storage = None if quantization is None else Storage.BYTES
+    weight = weight_OI if quantization is None else quantize(weight_OI, quantization)
     if activation in ACTIVATION_NUMBERS:
-        return PackedMatrix(
-            library, weight_OI, bias_O, activation=activation, gated=gated, storage=storage
-        )
-    matrix = PackedMatrix(library, weight_OI, bias_O, storage=storage)
-    return PackedLinear(matrix, activation, gated)
+        return PackedMatrix(library, weight, bias_O, activation=activation, gated=gated)
+    return PackedLinear(PackedMatrix(library, weight, bias_O), activation, gated)
+
+
+def _cannot_quantize(quantization: str, weight: Tensor, is_plain: bool) -> str:
+    if not is_plain:
+        kind = f"{str(weight.dtype).removeprefix('torch.')} on {weight.device.type}"
+        return f"quantization {quantization!r} needs dtype float32 on a CPU, and this is {kind}"
+    return (
+        f"quantization {quantization!r} needs the compiled CPU kernels, which are off here or "
+        "cannot be built: is there a C++ compiler, and is ROSE_CPU_KERNELS not off?"
+    )

@@ -132,6 +132,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     `max_model_len` counts tokens, special tokens included. `vocab_size` is the number of rows of
     the token embedding: ids from 0 to `vocab_size` - 1 can be fed. `fingerprint` is equal for
     replicas of the same checkpoint and settings. `created` is in seconds since the epoch.
+    `quantization` is what the weights are rounded to, None where they are not.
     """
 
     name: str
@@ -147,3 +148,4 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     embedding: EmbeddingCard | None = None
     generation: GenerationCard | None = None
     scoring: ScoringCard | None = None
+    quantization: str | None = None

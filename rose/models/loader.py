@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -22,7 +22,9 @@ from rose.models.heads import EMBEDDING, CausalLM, head_tensor, share_stored_emb
 from rose.models.layers import Part
 from rose.models.modules import Pooler, build_modules
 from rose.models.plan import NO_HEAD, Plan, fingerprint, give_up_generation, plan_checkpoint
+from rose.models.quantized import check_quantization, choose_quantization
 from rose.models.splade import SpladePooler, share_decoder
+from rose.models.stored_codes import combine_codes
 from rose.models.tensors import open_tensors
 from rose.models.token_heads import load_token_vectors, load_token_weights
 from rose.models.tokenizer import read_tokenizer_card, read_tokenizer_json
@@ -70,6 +72,7 @@ def load(
     path: str | Path,
     *,
     dtype: str = "auto",
+    quantization: str | None = None,
     device: str = "cpu",
     max_model_len: int | None = None,
     tasks: tuple[str, ...] | None = None,
@@ -82,6 +85,8 @@ def load(
         path: the folder.
         dtype: "float32", "float16", "bfloat16", or "auto": float32 on a CPU, where half precision
             is slow or emulated; elsewhere the checkpoint's own.
+        quantization: what `rose.models.layers.prepare` is to round the weights to, by name; it is
+            noted in the card. None is what the checkpoint says.
         device: a torch device.
         max_model_len: overrides the checkpoint's limit, in tokens.
         tasks: what to serve; None is what the checkpoint is for.
@@ -90,16 +95,22 @@ def load(
 
     Raises:
         CheckpointError: the checkpoint cannot be served; the message says why.
+        ValueError: the quantization does not fit the model, the dtype or the device.
     """
     plan = plan_checkpoint(
         path, max_model_len=max_model_len, tasks=tasks, bidirectional=bidirectional
     )
     place = torch.device(device)
-    module = _build_backbone(plan)
-    named = name_tensors(open_tensors(plan.core), wanted_parts(module), plan.architecture.fused)
+    module = build_backbone(plan)
+    tensors = open_tensors(plan.core)
+    if plan.quantization is not None:
+        combine_codes(tensors, plan.quantization)
+    named = name_tensors(tensors, wanted_parts(module), plan.architecture.fused)
     if plan.tie_embeddings:
         share_stored_embedding(named)
     chosen = _choose_dtype(plan, dtype, place, named)
+    rounded = choose_quantization(plan, quantization)
+    check_quantization(rounded, plan.tasks, chosen, place)
     fill(module, named, chosen, place)
     module.to(device=place)  # buffers: parameters are there already
     backbone = cast("Backbone", module)
@@ -116,7 +127,7 @@ def load(
         embedding=embedding,
         lm=lm,
         classifier=classifier,
-        card=_card(plan, chosen, name, embedding),
+        card=_card(plan, chosen, rounded, name, embedding),
         dtype=chosen,
         device=place,
         settings=plan.settings,
@@ -125,7 +136,12 @@ def load(
     )
 
 
-def _build_backbone(plan: Plan) -> "nn.Module":
+def build_backbone(plan: Plan) -> "nn.Module":
+    """Make the backbone, without weights.
+
+    Raises:
+        CheckpointError: the config names something that there is not.
+    """
     module, _, kind = plan.architecture.backbone.partition(":")
     try:
         return cast("nn.Module", getattr(import_module(module), kind)(plan.config).eval())
@@ -250,9 +266,19 @@ def _splade(
 
 
 def _card(
-    plan: Plan, dtype: torch.dtype, name: str | None, embedding: EmbeddingModel | None
+    plan: Plan,
+    dtype: torch.dtype,
+    quantization: str | None,
+    name: str | None,
+    embedding: EmbeddingModel | None,
 ) -> ModelCard:
-    options = {"dtype": _text(dtype), "max_model_len": plan.max_model_len, "tasks": plan.tasks}
+    options: dict[str, Any] = {
+        "dtype": _text(dtype),
+        "max_model_len": plan.max_model_len,
+        "tasks": plan.tasks,
+    }
+    if quantization is not None:
+        options["quantization"] = quantization
     return ModelCard(
         name=name or plan.folder.path.resolve().name,
         path=str(plan.folder.path),
@@ -267,6 +293,7 @@ def _card(
         embedding=_embedding_card(plan, plan.recipe, embedding) if plan.recipe else None,
         generation=read_generation_card(plan.core) if "generate" in plan.tasks else None,
         scoring=plan.scoring.card if plan.scoring else None,
+        quantization=quantization,
     )
 
 

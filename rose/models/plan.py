@@ -16,6 +16,7 @@ from rose.models.contextual import add_separator
 from rose.models.errors import CheckpointError
 from rose.models.limits import max_length
 from rose.models.masked_lm_config import MaskedHead
+from rose.models.quantized import CODES, read_quantization
 from rose.models.recipe import Recipe, read_recipe, transformer_path
 from rose.models.recipe_modules import TOKEN_VECTORS_FILE, TOKEN_WEIGHTS_FILE, SpladeModule
 from rose.models.registry import ARCHITECTURES
@@ -45,7 +46,8 @@ class Plan:
     `folder` is the model's folder, `core` the one of its backbone (the same, but in the oldest
     checkpoints of sentence-transformers). `recipe` and `chat` are for models that embed, `scoring`
     for those that score. `unused_head` are patterns of a classification head's tensors where the
-    model does not score. `masked_head` is for sparse embedders.
+    model does not score. `masked_head` is for sparse embedders. `quantization` is what the weights
+    are stored in, None where they are plain.
     """
 
     folder: CheckpointFolder
@@ -65,6 +67,7 @@ class Plan:
     warnings: list[str] = field(default_factory=list)
     unused_head: tuple[str, ...] = ()
     masked_head: MaskedHead | None = None
+    quantization: str | None = None
 
 
 def plan_checkpoint(
@@ -107,6 +110,7 @@ def plan_checkpoint(
         tie_embeddings=_ties_embeddings(reader, architecture),
         lowercase=False,
         files=files,
+        quantization=read_quantization(reader.values, reader.file),
         settings=[
             Setting("architecture", architecture.name, f"{CONFIG_FILE}: model_type"),
             Setting("tasks", chosen, tasks_source),
@@ -185,7 +189,8 @@ def _lacks_head(plan: Plan) -> bool:
     """Say whether there surely is no LM head, as far as can be told without loading."""
     if plan.tie_embeddings or (names := tensor_names(plan.files)) is None:
         return False
-    return not any(f".{name}".endswith(".lm_head.weight") for name in names)
+    heads = (".lm_head.weight", f".lm_head.weight{CODES}")
+    return not any(f".{name}".endswith(heads) for name in names)
 
 
 def give_up_generation(plan: Plan, reason: str) -> None:
@@ -228,12 +233,7 @@ def _architecture(reader: ConfigReader) -> Architecture:
         raise CheckpointError(
             f"{reader.file}: model_type: {model_type!r} is not supported. Known: {known}."
         )
-    quantization = reader.values.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise CheckpointError(
-            f"{reader.file}: quantization_config: {method!r} checkpoints are not supported"
-        )
+    read_quantization(reader.values, reader.file)
     reader.architecture = model_type
     architecture = ARCHITECTURES.load(model_type)
     if architecture.text_key is not None:

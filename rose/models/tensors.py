@@ -49,6 +49,20 @@ class CheckpointTensors:
         self._getters[name] = getter
         self._files[name] = path
 
+    def combine(self, name: str, parts: tuple[str, ...], make: Callable[..., Tensor]) -> None:
+        """Let a tensor `name` stand for others, of which `make` makes it.
+
+        Raises:
+            CheckpointError: a part is missing.
+        """
+        getters = []
+        for part in parts:
+            if part not in self._getters:
+                raise CheckpointError(f"tensor {part!r} is missing from {self._files[parts[0]]}")
+            getters.append(self._getters.pop(part))
+        path = self._files[parts[0]]
+        self._add(name, path, lambda: make(*(getter() for getter in getters)))
+
     def __contains__(self, name: str) -> bool:
         return name in self._getters
 

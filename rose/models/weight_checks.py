@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rose.models.config import CONFIG_FILE
 from rose.models.errors import CheckpointError
+from rose.models.quantized import plain_shape
 from rose.models.weight_files import TensorHeader, WeightFiles, read_headers, tensor_names
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def check_headers(plan: "Plan") -> None:
     if not headers:
         return
     _check_layers(plan, headers)
-    shapes = {header.shape for header in headers}
+    shapes = {plain_shape(header.name, header.shape, plan.quantization) for header in headers}
     config = plan.config
     wanted = {"token embedding (vocab_size, hidden_size)": (config.vocab_size, config.hidden_size)}
     if config.learned_positions:

@@ -53,6 +53,7 @@ class ModelOptions:
     name: str | None = None
     device: str = "auto"
     dtype: str = "auto"
+    quantization: str | None = None
     attention: str = "auto"
     max_model_len: int | None = None
     max_batch_tokens: int | None = None
@@ -137,6 +138,7 @@ def build(options: ModelOptions) -> ServedModel:
     loaded = load(
         options.path,
         dtype=options.dtype,
+        quantization=options.quantization,
         device=device,
         max_model_len=options.max_model_len,
         tasks=options.tasks or None,
@@ -144,7 +146,7 @@ def build(options: ModelOptions) -> ServedModel:
     )
     for model in (loaded.lm, loaded.embedding, loaded.classifier):
         if isinstance(model, torch.nn.Module):
-            prepare(model)
+            prepare(model, loaded.card.quantization)
     if loaded.device.type == "cpu":
         keep_freed_memory()
     worker = DeviceWorker(device)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rose.models.config import CheckpointFolder, Setting
 from rose.models.plan import Plan, plan_checkpoint
+from rose.models.quantized import check_tasks, choose_quantization
 from rose.models.recipe_modules import DenseModule, LayerNormModule
 from rose.models.tokenizer import TOKENIZER_CONFIG, read_tokenizer_card, read_tokenizer_json
 from rose.models.weight_checks import check_headers
@@ -51,16 +52,22 @@ class Report:
 
 
 def inspect_checkpoint(
-    path: str, *, max_model_len: int | None = None, tasks: tuple[str, ...] = ()
+    path: str,
+    *,
+    max_model_len: int | None = None,
+    tasks: tuple[str, ...] = (),
+    quantization: str | None = None,
 ) -> Report:
     """Read everything of a model folder but its weights, of which only the headers are checked.
 
     Raises:
         CheckpointError: it cannot be served; the message says why.
+        ValueError: the quantization does not fit the model.
     """
     plan = plan_checkpoint(path, max_model_len=max_model_len, tasks=tasks or None)
     read_tokenizer_json(plan.core)
     check_headers(plan)
+    check_tasks(choose_quantization(plan, quantization), plan.tasks)
     files = [plan.files, *module_weights(plan)]
     headers = [header for group in files for header in read_headers(group)]
     return Report(

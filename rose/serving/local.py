@@ -59,6 +59,7 @@ class Engine(ScoreMethods):
         *,
         device: str = "auto",
         dtype: str = "auto",
+        quantization: str | None = None,
         attention: str = "auto",
         max_model_len: int | None = None,
         max_batch_tokens: int | None = None,
@@ -73,6 +74,8 @@ class Engine(ScoreMethods):
             model: the folder.
             device: "cpu", "cuda", or "auto": a CUDA device if there is one.
             dtype: "auto", "float32", "bfloat16" or "float16".
+            quantization: "int8" or "int4" rounds the weights, on a CPU; None is what the
+                checkpoint says.
             attention: name of an attention back end, or "auto".
             max_model_len: longest input in tokens; None is what the checkpoint says.
             max_batch_tokens: tokens of a batch; None measures what is best, in about a second.
@@ -89,6 +92,7 @@ class Engine(ScoreMethods):
             path=str(model),
             device=device,
             dtype=dtype,
+            quantization=quantization,
             attention=attention,
             max_model_len=max_model_len,
             max_batch_tokens=max_batch_tokens,
@@ -106,6 +110,11 @@ class Engine(ScoreMethods):
     def card(self) -> ModelCard:
         """What ROSE knows of the model."""
         return self._served.card
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._tokenizer
 
     def embed(
         self,

@@ -71,11 +71,11 @@ def test_embed_teaches_by_example(capsys):
         (
             "embed",
             "--output -o --column --keep --prompt-name --prompt --truncate --dimensions "
-            "--normalize --no-normalize --output-dtype --device --dtype --attention "
+            "--normalize --no-normalize --output-dtype --device --dtype --quantization --attention "
             "--max-model-len --max-batch-tokens --deterministic --chunk-size --force --restart "
             "--log-level",
         ),
-        ("inspect", "--task --max-model-len --json --graphs --picture"),
+        ("inspect", "--task --max-model-len --quantization --json --graphs --picture"),
         ("models", "--json"),
     ],
 )

@@ -161,42 +161,6 @@ def test_what_halves_would_cut_stays_float(library: CpuLibrary):
     assert torch.equal(out.nan_to_num(7.0), special.nan_to_num(7.0))
 
 
-def rounded_to_bytes(weight: Tensor, group: int) -> Tensor:
-    """Weights as multiples of a 127th of the largest of their group of inputs."""
-    groups = weight.double().split(group, dim=1)
-    scales = [part.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127 for part in groups]
-    parts = [(part / scale).round() * scale for part, scale in zip(groups, scales, strict=True)]
-    return torch.cat(parts, dim=1)
-
-
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_bytes_against_their_meaning(library: CpuLibrary, size):
-    inputs, outputs = size
-    weight, bias = make_layer(inputs, outputs)
-    matrix = PackedMatrix(library, weight, bias, storage=Storage.BYTES)
-    meant = rounded_to_bytes(weight, library.group_size())
-    unit = meant.abs().max() / 127
-    ids = torch.arange(outputs)
-    near = (matrix.rows(ids).double() - meant).abs()
-    assert (near <= 1.01 * unit).all()  # halves may be rounded to either side
-    assert (near <= 1e-6).double().mean() > 0.98
-    x = torch.randn(max(ROWS), inputs)
-    together = matrix(x)
-    assert_near(together, linear_f64(x, matrix.rows(ids), bias))
-    for rows in ROWS:
-        assert torch.equal(matrix(x[:rows]), together[:rows])
-
-
-def test_bytes_are_near_the_weights(library: CpuLibrary):
-    weight, bias = make_layer(576, 960)
-    x = torch.randn(20, 576)
-    out = PackedMatrix(library, weight, bias, storage=Storage.BYTES)(x)
-    similarity = F.cosine_similarity(out.double(), linear_f64(x, weight, bias))
-    assert similarity.min() > 0.9999
-    zeros = PackedMatrix(library, torch.zeros(5, 40), storage=Storage.BYTES)
-    assert torch.equal(zeros(torch.randn(3, 40)), torch.zeros(3, 5))
-
-
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("activation", sorted(ACTIVATION_NUMBERS))
 def test_what_is_not_finite_stays_so_in_its_row(library: CpuLibrary, bad, activation):
@@ -247,13 +211,13 @@ def test_a_forked_child_computes_too(library: CpuLibrary):
 
 def test_other_instruction_sets_agree(library: CpuLibrary):
     """AVX2 and AVX-512 make the same fused multiply-adds in the same order."""
-    if best_level() != "avx512":
+    if not best_level().startswith("avx512"):
         pytest.skip("this machine has one level of vectors at most")
     weight, bias = make_layer(70, 45)
     x = torch.randn(13, 70)
     wide, narrow = CpuLibrary(build("avx512")), CpuLibrary(build("avx2"))
     for activation in ("identity", "gelu", "silu"):
-        for storage in Storage:
+        for storage in (Storage.FLOATS, Storage.HALVES):
             settings = {"activation": activation, "storage": storage}
             expected = PackedMatrix(wide, weight, bias, **settings)(x)
             assert torch.equal(PackedMatrix(narrow, weight, bias, **settings)(x), expected)
@@ -390,20 +354,6 @@ def test_linear_layers_are_packed_where_they_can_be(library: CpuLibrary):
             torch.testing.assert_close(ours(x), torchs(x), atol=1e-5, rtol=1e-5)
     ids = torch.tensor([29, 0, 29])
     assert torch.equal(make_linear(weight, activation="tanh").rows(ids), weight[ids])
-
-
-def test_quantized_layers(library: CpuLibrary):
-    weight, bias = make_layer(20, 30)
-    x = torch.randn(5, 20)
-    exact = make_linear(weight, bias, activation="tanh")(x)
-    rounded = make_linear(weight, bias, activation="tanh", quantization="int8")(x)
-    assert 0 < (rounded - exact).abs().max() < 0.02
-    with pytest.raises(ValueError, match="'int3' is unknown"):
-        make_linear(weight, quantization="int3")
-    with pytest.raises(ValueError, match="'int8' takes float32 on a CPU"):
-        make_linear(weight.bfloat16(), quantization="int8")
-    with replaced(None), pytest.raises(ValueError, match="compiled kernels"):
-        make_linear(weight, quantization="int8")
 
 
 def test_packed_weights_lie_on_cache_lines(library: CpuLibrary):

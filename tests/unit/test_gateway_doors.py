@@ -202,8 +202,8 @@ def test_a_worker_that_is_gone_is_left_out(folder):
 
 def test_counters_of_engines_are_those_that_the_longest_lived_worker_saw():
     text = (
-        "# TYPE rose_engine_steps_total counter\nrose_engine_steps_total{{model=\"m\"}} {}\n"
-        "# TYPE rose_engine_ready gauge\nrose_engine_ready{{model=\"m\"}} {}\n"
+        '# TYPE rose_engine_steps_total counter\nrose_engine_steps_total{{model="m"}} {}\n'
+        '# TYPE rose_engine_ready gauge\nrose_engine_ready{{model="m"}} {}\n'
     )
     whole = merged({0: text.format(5, 1).encode(), 1: text.format(9, 0).encode()}, own=0).decode()
     assert metrics_of(whole, "rose_engine") == {

@@ -20,7 +20,7 @@ from rose.serving.process import set_up_logging
 
 COMMANDS = typer.main.get_command(cli.app).commands
 ENGINE = (
-    "--device --dtype --attention --max-model-len --max-batch-tokens --max-num-seqs "
+    "--device --dtype --quantization --attention --max-model-len --max-batch-tokens --max-num-seqs "
     "--kv-cache-memory --max-graph-tokens --warmup --task --deterministic"
 )
 GATEWAY = (
@@ -70,6 +70,7 @@ def test_every_flag_reaches_what_it_sets():
     changed = {
         "device": "cpu",
         "dtype": "float32",
+        "quantization": "int8",
         "attention": "torch_sdpa",
         "max_model_len": 5,
         "max_batch_tokens": 6,

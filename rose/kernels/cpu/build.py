@@ -14,23 +14,25 @@ FLAGS = (
 )
 
 # Instruction sets, best first: what the CPU must have, and the flags that use it.
+_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma")
+_AVX512_FLAGS = tuple(f"-m{feature}" for feature in _AVX512)
 _X86_LEVELS = {
-    "avx512": (
-        {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma"},
-        ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"),
-    ),
+    "avx512vnni": ({*_AVX512, "avx512_vnni"}, (*_AVX512_FLAGS, "-mavx512vnni")),
+    "avx512": (set(_AVX512), _AVX512_FLAGS),
     "avx2": ({"avx2", "fma"}, ("-mavx2", "-mfma")),
 }
 LEVELS = (*_X86_LEVELS, "generic")
 
 
 def best_level() -> str:
-    """Name the widest instruction set that this machine has, one of `LEVELS`."""
+    """Name the best instruction set that this machine has."""
+    return available_levels()[0]
+
+
+def available_levels() -> list[str]:
+    """Name the instruction sets that this machine has, best first; of `LEVELS`."""
     features = _cpu_features()
-    for level, (needed, _) in _X86_LEVELS.items():
-        if needed <= features:
-            return level
-    return "generic"
+    return [*(level for level, (needed, _) in _X86_LEVELS.items() if needed <= features), "generic"]
 
 
 def _cpu_features() -> set[str]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rose.kernels.cpu.library import CpuLibrary, LinearStruct
 from rose.kernels.cpu.memory import empty
+from rose.kernels.quantization import QuantizedWeight, num_groups
 
 # Names of `rose.kernels.activation` that the kernels apply themselves, by their number in C++.
 ACTIVATION_NUMBERS = {
@@ -32,17 +33,19 @@ class Storage(IntEnum):
 
     FLOATS = 0
     HALVES = 1  # bfloat16
-    BYTES = 2  # int8, with a float32 scale for each group of inputs of an output
+    BYTES = 2  # int8, with a scale for each group of inputs of an output
+    NIBBLES = 3  # 4 bits, likewise
 
 
-_BYTES_PER_WEIGHT = {Storage.FLOATS: 4, Storage.HALVES: 2, Storage.BYTES: 1}
+_BY_BITS = {8: Storage.BYTES, 4: Storage.NIBBLES}
 
 
 class PackedMatrix:
     """A weight matrix in panels of columns, with its bias and activation, computed in float32.
 
     Weights that bfloat16 holds exactly, as those of most checkpoints of LLMs, are stored as such:
-    the results are the same, and half as much has to come from memory.
+    the results are the same, and half as much has to come from memory. Quantised weights are
+    multiplied as `rose.kernels.quantization.quantized_linear` says.
 
     A row of a result is the same to the bit whatever the other rows are, and however many.
     """
@@ -50,7 +53,7 @@ class PackedMatrix:
     def __init__(
         self,
         library: CpuLibrary,
-        weight_OI: Tensor,
+        weight_OI: Tensor | QuantizedWeight,
         bias_O: Tensor | None = None,
         *,
         activation: str = "identity",
@@ -61,42 +64,46 @@ class PackedMatrix:
 
         Args:
             library: the kernels.
-            weight_OI: float32 [O, I], contiguous; where gated [2 O, I], all gates first.
+            weight_OI: float32 [O, I], contiguous, or quantised; where gated [2 O, I], all gates
+                first.
             bias_O: float32 [O], where gated [2 O], or None.
             activation: one of `ACTIVATION_NUMBERS`.
             gated: whether results are act(gate) * up.
-            storage: None is the smallest that holds the weights exactly; BYTES rounds them, HALVES
-                cuts off what does not fit.
+            storage: FLOATS or HALVES, which cuts off what does not fit; None is the smaller one
+                that holds the weights exactly. Ignored where they are quantised.
         """
-        rows, self.inputs = weight_OI.shape
+        quantized = weight_OI if isinstance(weight_OI, QuantizedWeight) else None
+        weight = weight_OI.codes if isinstance(weight_OI, QuantizedWeight) else weight_OI
+        rows, self.inputs = weight.shape
         self.outputs, self.gated = rows // 2 if gated else rows, gated
         self.library = library
-        if storage is None:
-            exact = library.fit_halves(weight_OI.data_ptr(), weight_OI.numel())
+        if quantized is not None:
+            storage = _BY_BITS[quantized.bits]
+        elif storage is None:
+            exact = library.fit_halves(weight.data_ptr(), weight.numel())
             storage = Storage.HALVES if exact else Storage.FLOATS
         self.storage = storage
-        self._allocate(has_bias=bias_O is not None)
-        self._struct = LinearStruct(
-            self._panels.data_ptr(),
-            _pointer(self._scales),
-            _pointer(self._bias),
-            self.inputs,
-            self.outputs,
-            ACTIVATION_NUMBERS[activation],
-            gated,
-            storage,
-        )
+        number = ACTIVATION_NUMBERS[activation]
+        self._struct = LinearStruct(None, None, None, self.inputs, self.outputs, number)
+        self._struct.gated, self._struct.storage = gated, storage
         self.address = ctypes.addressof(self._struct)
-        weight, bias, threads = weight_OI.data_ptr(), _pointer(bias_O), torch.get_num_threads()
-        library.pack(self.address, weight, bias, threads)
+        self._allocate(has_bias=bias_O is not None)
+        data, bias, threads = weight.data_ptr(), _pointer(bias_O), torch.get_num_threads()
+        if quantized is None:
+            library.pack(self.address, data, bias, threads)
+        else:
+            scales = quantized.scales.contiguous()
+            library.pack_codes(self.address, data, scales.data_ptr(), bias, threads)
 
     def _allocate(self, *, has_bias: bool) -> None:
-        columns = self.library.num_panels(self.outputs, self.gated) * self.library.panel_width()
-        groups = -(-self.inputs // self.library.group_size())
-        weights_bytes = columns * self.inputs * _BYTES_PER_WEIGHT[self.storage]
-        self._panels = empty(-(-weights_bytes // 4))
-        self._scales = empty(columns * groups) if self.storage is Storage.BYTES else None
+        panels = self.library.num_panels(self.outputs, self.gated)
+        columns = panels * self.library.panel_width()
+        self._panels = empty(-(-panels * self.library.panel_bytes(self.address) // 4))
+        has_scales = self.storage in _BY_BITS.values()
+        self._scales = empty(-(-columns * num_groups(self.inputs) // 2)) if has_scales else None
         self._bias = empty(columns) if has_bias else None
+        self._struct.panels = self._panels.data_ptr()
+        self._struct.scales, self._struct.bias = _pointer(self._scales), _pointer(self._bias)
 
     @property
     def nbytes(self) -> int:

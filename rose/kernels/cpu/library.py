@@ -138,7 +138,9 @@ _FUNCTIONS: dict[str, tuple[type[Any] | None, tuple[Any, ...]]] = {
     "panel_width": (_SIZE, ()),
     "group_size": (_SIZE, ()),
     "fit_halves": (_INT, (_POINTER, _SIZE)),
+    "panel_bytes": (_SIZE, (_POINTER,)),
     "pack": (None, (_POINTER, _POINTER, _POINTER, _INT)),
+    "pack_codes": (None, (_POINTER, _POINTER, _POINTER, _POINTER, _INT)),
     "linear": (None, (_POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _INT)),
     "panel_rows": (None, (_POINTER, _POINTER, _POINTER, _SIZE, _INT)),
     "layer_norm": (None, (*[_POINTER] * 6, _SIZE, _SIZE, _FLOAT, _INT)),
@@ -166,7 +168,9 @@ class CpuLibrary:
     panel_width: Function
     group_size: Function
     fit_halves: Function
+    panel_bytes: Function
     pack: Function
+    pack_codes: Function
     linear: Function
     panel_rows: Function
     layer_norm: Function

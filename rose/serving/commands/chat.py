@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rose.serving.commands.options import Device, Dtype, MaxModelLen, Model
+from rose.serving.commands.options import Device, Dtype, MaxModelLen, Model, Quantization
 
 if TYPE_CHECKING:
     from rose.runtime.options import SamplingParams
@@ -36,6 +36,7 @@ def chat(
     ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    quantization: Quantization = None,
     max_model_len: MaxModelLen = None,
 ) -> None:
     """Chat with a model in the terminal."""
@@ -45,6 +46,7 @@ def chat(
         model,
         device=device,
         dtype=dtype,
+        quantization=quantization,
         max_model_len=max_model_len,
         tasks=("generate",),
         max_num_seqs=1,

@@ -1,15 +1,23 @@
 """`rose convert`."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from rose.serving.commands.options import Quantization
+
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="A GGUF file.", metavar="MODEL.gguf")],
+    source: Annotated[
+        Path, typer.Argument(help="A GGUF file, or a model folder.", metavar="MODEL")
+    ],
     out: Annotated[Path, typer.Argument(help="Folder to write; it must not exist.", metavar="OUT")],
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    quantization: Quantization = None,
+    dtype: Annotated[
+        str, typer.Option(help="Of a GGUF file's weights: bfloat16, float16 or float32.")
+    ] = "bfloat16",
     tokenizer_from: Annotated[
         Path | None,
         typer.Option(
@@ -18,14 +26,20 @@ def convert(
         ),
     ] = None,
 ) -> None:
-    """Turn a GGUF file into a model folder: weights, config, tokenizer, chat template.
+    """Turn a GGUF file into a model folder, or round the weights of a folder.
 
-    Example: rose convert SmolLM2.Q4_1.gguf models/SmolLM2
+    The first writes weights, config, tokenizer and chat template. The second
+    writes the folder once more with weights of 8 or 4 bits: it is served as the
+    first is with --quantization, and takes less disk. For example:
+
+    [bold]rose convert SmolLM2.Q4_1.gguf models/SmolLM2[/bold]
+
+    [bold]rose convert models/SmolLM2 models/SmolLM2-int8 --quantization int8[/bold]
     """
+    if source.is_dir() == (quantization is None):
+        raise ValueError("a model folder is converted with --quantization, a GGUF file without")
     from rich.console import Console
     from rich.progress import Progress
-
-    from rose.models.gguf import convert_gguf
 
     console = Console(stderr=True)
     with Progress(transient=True, console=console, disable=not console.is_terminal) as bar:
@@ -34,8 +48,25 @@ def convert(
         def show(done: int, total: int, what: str) -> None:
             bar.update(task, completed=done, total=total, description=what)
 
-        try:
-            convert_gguf(source, out, dtype, show, tokenizer_from=tokenizer_from)
-        except ImportError as error:  # of the extra that reads GGUF files
-            raise ValueError(str(error)) from error
+        if quantization is None:
+            _convert_gguf(source, out, dtype, show, tokenizer_from)
+        else:
+            from rose.models.convert_quantized import convert_quantized
+
+            convert_quantized(source, out, quantization, show)
     typer.echo(f"wrote {out}")
+
+
+def _convert_gguf(
+    source: Path,
+    out: Path,
+    dtype: str,
+    show: Callable[[int, int, str], None],
+    tokenizer_from: Path | None,
+) -> None:
+    from rose.models.gguf import convert_gguf
+
+    try:
+        convert_gguf(source, out, dtype, show, tokenizer_from=tokenizer_from)
+    except ImportError as error:  # of the extra that reads GGUF files
+        raise ValueError(str(error)) from error

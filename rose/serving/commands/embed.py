@@ -14,6 +14,7 @@ from rose.serving.commands.options import (
     LogLevel,
     MaxModelLen,
     Model,
+    Quantization,
 )
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def embed(
     ] = "float32",
     device: Device = "auto",
     dtype: Dtype = "auto",
+    quantization: Quantization = None,
     attention: Attention = "auto",
     max_model_len: MaxModelLen = None,
     max_batch_tokens: Annotated[
@@ -154,6 +156,7 @@ def embed(
         truncate=truncate,
         device=device,
         dtype=dtype,
+        quantization=quantization,
         attention=attention,
         max_model_len=max_model_len,
         max_batch_tokens=max_batch_tokens,

@@ -28,6 +28,7 @@ from rose.serving.commands.options import (
     MaxModelLen,
     MaxNumSeqs,
     OtlpEndpoint,
+    Quantization,
     RankByCosine,
     RequestTimeout,
     StrictDimensions,
@@ -53,6 +54,7 @@ class EngineFlags:
 
     device: Device = "auto"
     dtype: Dtype = "auto"
+    quantization: Quantization = None
     attention: Attention = "auto"
     max_model_len: MaxModelLen = None
     max_batch_tokens: MaxBatchTokens = None
@@ -88,6 +90,7 @@ class EngineFlags:
             name=name,
             device=self.device,
             dtype=self.dtype,
+            quantization=self.quantization,
             attention=self.attention,
             max_model_len=self.max_model_len,
             max_batch_tokens=self.max_batch_tokens,

@@ -14,6 +14,7 @@ from rose.serving.commands.options import (
     MaxModelLen,
     MaxNumSeqs,
     Model,
+    Quantization,
 )
 
 if TYPE_CHECKING:
@@ -141,6 +142,7 @@ def generate(
     ] = "text",
     device: Device = "auto",
     dtype: Dtype = "auto",
+    quantization: Quantization = None,
     attention: Attention = "auto",
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = 32,
@@ -214,6 +216,7 @@ def generate(
         json_schema=json_schema,
         device=device,
         dtype=dtype,
+        quantization=quantization,
         attention=attention,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,

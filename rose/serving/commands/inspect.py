@@ -5,7 +5,13 @@ from typing import Annotated
 
 import typer
 
-from rose.serving.commands.options import KeysFolder, MaxModelLen, Tasks, parse_tasks
+from rose.serving.commands.options import (
+    KeysFolder,
+    MaxModelLen,
+    Quantization,
+    Tasks,
+    parse_tasks,
+)
 
 
 def inspect(
@@ -14,6 +20,7 @@ def inspect(
     ] = None,
     task: Tasks = None,
     max_model_len: MaxModelLen = None,
+    quantization: Quantization = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON, for machines.")] = False,
     graphs: Annotated[
         str | None,
@@ -44,20 +51,27 @@ def inspect(
     if (model is None) == (graphs is None):
         raise ValueError("give either a model folder, or --graphs and the address of an engine")
     if model is not None:
-        _show_checkpoint(model, task, max_model_len, as_json)
+        _show_checkpoint(model, task, max_model_len, quantization, as_json)
     elif graphs is not None:
         _show_graphs(graphs, keys, picture, as_json)
 
 
 def _show_checkpoint(
-    model: str, task: str | None, max_model_len: int | None, as_json: bool
+    model: str,
+    task: str | None,
+    max_model_len: int | None,
+    quantization: str | None,
+    as_json: bool,
 ) -> None:
     from rich.console import Console
 
     from rose.serving import inspect as report_module
 
     report = report_module.inspect_checkpoint(
-        model, max_model_len=max_model_len, tasks=parse_tasks(task)
+        model,
+        max_model_len=max_model_len,
+        tasks=parse_tasks(task),
+        quantization=quantization,
     )
     if as_json:
         typer.echo(report_module.as_json(report))

@@ -18,6 +18,14 @@ Dtype = Annotated[
         help="Type of the weights; auto is the checkpoint's on a GPU.", case_sensitive=False
     ),
 ]
+Quantization = Annotated[
+    Literal["int8", "int4"] | None,
+    typer.Option(
+        help="Round the weights, on a CPU: int8 for all models, int4 for those that generate.",
+        show_default="as the checkpoint says",
+        case_sensitive=False,
+    ),
+]
 Attention = Annotated[str, typer.Option(help="Attention back end, or auto.")]
 MaxModelLen = Annotated[
     int | None,

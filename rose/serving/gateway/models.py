@@ -78,6 +78,7 @@ class ServedModel:
             max_model_len=card.max_model_len,
             dimensions=embedding.dimensions if embedding else None,
             dtype=card.dtype,
+            quantization=card.quantization,
             architecture=card.architecture,
             prompts=sorted({*_prompts(embedding), *_prompts(card.scoring)}),
             labels=list(card.scoring.labels) if card.scoring else [],

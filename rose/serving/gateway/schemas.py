@@ -153,6 +153,7 @@ class ModelInfo(msgspec.Struct, kw_only=True):
     max_model_len: int | None = None
     dimensions: int | None = None
     dtype: str | None = None
+    quantization: str | None = None
     architecture: str | None = None
     prompts: list[str] = []
     labels: list[str] = []

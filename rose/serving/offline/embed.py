@@ -55,6 +55,7 @@ class EmbedFile:
     truncate: bool = False
     device: str = "auto"
     dtype: str = "auto"
+    quantization: str | None = None
     attention: str = "auto"
     max_model_len: int | None = None
     max_batch_tokens: int | None = None
@@ -80,6 +81,7 @@ _FACTS = (
     "output_dtype",
     "device",
     "dtype",
+    "quantization",
     "attention",
     "max_model_len",
     "max_batch_tokens",
@@ -208,6 +210,7 @@ class _Run:
             job.model,
             device=job.device,
             dtype=job.dtype,
+            quantization=job.quantization,
             attention=job.attention,
             max_model_len=job.max_model_len,
             max_batch_tokens=job.batch_tokens,

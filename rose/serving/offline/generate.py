@@ -79,6 +79,7 @@ class GenerateFile:
     json_schema: Path | None = None
     device: str = "auto"
     dtype: str = "auto"
+    quantization: str | None = None
     attention: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 32
@@ -103,6 +104,7 @@ _FACTS = (
     "stop",
     "device",
     "dtype",
+    "quantization",
     "attention",
     "max_model_len",
     "deterministic",
@@ -273,6 +275,7 @@ class _Run:
             job.model,
             device=job.device,
             dtype=job.dtype,
+            quantization=job.quantization,
             attention=job.attention,
             max_model_len=job.max_model_len,
             max_num_seqs=1 if job.deterministic else job.max_num_seqs,

@@ -8,16 +8,16 @@
 
 extern "C" {
 
-enum RoseStorage : int32_t { kFloats, kHalves, kBytes };
+enum RoseStorage : int32_t { kFloats, kHalves, kBytes, kNibbles };
 
 // A packed linear layer. `outputs` counts the channels of the result: a gated layer has twice as many
 // rows of weights, all gates first. `panels` holds rose_num_panels panels of [inputs][rose_panel_width]
-// elements: floats, their upper halves (bfloat16), or bytes with a scale of float for each group of
-// rose_group_size inputs (the last may be smaller), [panels][groups][rose_panel_width]. `bias` is in the
-// order of the panels, or null.
+// elements: floats, their upper halves (bfloat16), or whole numbers of 8 or 4 bits. Of the latter,
+// inputs are filled up to whole groups of rose_group_size, and each group of an output has a scale in
+// bfloat16, [panels][groups][rose_panel_width]. `bias` is in the order of the panels, or null.
 struct RoseLinear {
   void* panels;
-  float* scales;
+  uint16_t* scales;
   float* bias;
   int64_t inputs;
   int64_t outputs;
@@ -30,11 +30,19 @@ int64_t rose_num_panels(int64_t outputs, int32_t gated);
 int64_t rose_panel_width();
 int64_t rose_group_size();
 
+// Bytes of a panel, from the inputs and the storage of `linear` alone.
+int64_t rose_panel_bytes(const RoseLinear* linear);
+
 // Whether the upper halves of floats are all there is of them.
 int32_t rose_fit_halves(const float* weight, int64_t count);
 
 // Packs weight [rows, inputs] and bias [rows] or null into the memory of `linear`.
 void rose_pack(const RoseLinear* linear, const float* weight, const float* bias, int32_t threads);
+
+// The same for quantised weights: codes [rows, inputs] of -128 to 127 or -8 to 7, and scales
+// [rows, groups] that bfloat16 holds exactly.
+void rose_pack_codes(const RoseLinear* linear, const int8_t* codes, const float* scales,
+                     const float* bias, int32_t threads);
 
 // y = act(x W^T + b), or act(gate) * up; x [rows, inputs], y [rows, outputs].
 void rose_linear(const RoseLinear* linear, const float* x, int64_t ldx, float* y, int64_t ldy,

@@ -16,7 +16,7 @@ constexpr int kRows = std::min(13, (kRegisters - kVecs - 2) / kVecs);  // whose 
 constexpr int kAhead = 512 / kWidth;  // steps of k to prefetch ahead
 
 // Cost of one thread's work, roughly; see `parallel`.
-constexpr double kNsPerFma = 0.02, kNsPerByte = 0.05;
+constexpr double kNsPerFma = 0.02, kNsPerByte = 0.05, kNsPerCode = 0.1;
 
 // Ways in which the columns of a panel are stored; `next` gives those of one k after another. What is
 // narrower than float is widened exactly.
@@ -37,6 +37,16 @@ struct Floats {
   float one(int64_t k, int64_t column) const { return at[k * stride + column]; }
 };
 
+// One k of a panel's columns as Halves stores them.
+inline void load_halves(const uint16_t* at, Vec (&column)[kVecs]) {
+#pragma GCC unroll 2
+  for (int v = 0; v < kVecs; v += 2) {
+    const VecInt both = (VecInt)load(reinterpret_cast<const float*>(at + v * kLanes));
+    column[v] = (Vec)(both << 16);
+    column[v + 1] = (Vec)(both & static_cast<int32_t>(0xffff0000));
+  }
+}
+
 // The upper halves of floats whose lower halves are zero: bfloat16. Those of two neighbouring vectors
 // alternate, so that a shift and a mask take them apart.
 struct Halves {
@@ -49,12 +59,7 @@ struct Halves {
 
   void next(int64_t, Vec (&column)[kVecs]) {
     __builtin_prefetch(at + 2 * kAhead * kWidth);
-#pragma GCC unroll 2
-    for (int v = 0; v < kVecs; v += 2) {
-      const VecInt both = (VecInt)load(reinterpret_cast<const float*>(at + v * kLanes));
-      column[v] = (Vec)(both << 16);
-      column[v + 1] = (Vec)(both & static_cast<int32_t>(0xffff0000));
-    }
+    load_halves(at, column);
     at += kWidth;
   }
 
@@ -63,30 +68,6 @@ struct Halves {
     float value;
     std::memcpy(&value, &bits, sizeof value);
     return value;
-  }
-};
-
-// Whole numbers of 8 bits with a scale for every kGroup of them in a column.
-constexpr int kGroup = 32;
-
-struct Bytes {
-  const int8_t* at;
-  const float* scales;  // [inputs / kGroup][kWidth]
-  Vec scale[kVecs] = {};
-
-  void next(int64_t k, Vec (&column)[kVecs]) {
-    if (k % kGroup == 0) {
-      for (int v = 0; v < kVecs; ++v) scale[v] = load(scales + v * kLanes);
-      scales += kWidth;
-    }
-    __builtin_prefetch(at + 4 * kAhead * kWidth);
-#pragma GCC unroll 4
-    for (int v = 0; v < kVecs; ++v) column[v] = load_bytes(at + v * kLanes) * scale[v];
-    at += kWidth;
-  }
-
-  float one(int64_t k, int64_t column) const {
-    return at[k * kWidth + column] * scales[k / kGroup * kWidth + column];
   }
 };
 
@@ -127,10 +108,10 @@ constexpr std::array<Multiply<Columns>, sizeof...(R)> multiply_table(
 template <class Columns>
 constexpr auto kMultiply = multiply_table<Columns>(std::make_integer_sequence<int, kRows>());
 
-// Cuts rows into the fewest blocks of at most kRows, which differ by one row at most.
+// Cuts rows into the fewest blocks of at most `most`, which differ by one row at most.
 struct Blocks {
   int64_t rows, count;
-  explicit Blocks(int64_t rows) : rows(rows), count(ceil_div(rows, kRows)) {}
+  explicit Blocks(int64_t rows, int64_t most = kRows) : rows(rows), count(ceil_div(rows, most)) {}
   int64_t start(int64_t block) const { return rows * block / count; }
 };
 

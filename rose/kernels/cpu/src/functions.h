@@ -6,7 +6,6 @@
 namespace rose {
 
 constexpr float kLog2e = 1.44269504f;
-constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
 
 // e^r for r = x - n ln 2, which is within ln 2 / 2 of 0, by its series. Error about 1 ulp.
 inline Vec exp_of_rest(Vec x, Vec n) {
@@ -26,7 +25,7 @@ inline Vec exp(Vec x) {
   x = x < low ? low : x;  // NaN compares false, so it stays
   x = x > high ? high : x;
   const Vec shifted = x * kLog2e + kRounder;
-  const VecInt exponent = (VecInt)shifted - 0x4B400000;
+  const VecInt exponent = (VecInt)shifted - kRounderBits;
   const VecInt first = exponent >> 1, second = exponent - first;
   return exp_of_rest(x, shifted - kRounder) * (Vec)((first + 127) << 23) *
          (Vec)((second + 127) << 23);

@@ -3,16 +3,18 @@
 // A panel holds kWidth outputs (columns of W^T), stored [K][kWidth]: the kernel reads it front to back,
 // once per block of rows, so that few rows run at the speed of the memory. An output's bits depend on
 // its own row and column alone (see `multiply`). In a gated panel the first half are gate outputs and
-// the second half the up outputs of the same channels.
+// the second half the up outputs of the same channels. Quantised weights have a loop of their own
+// (integers.h), with the rows of x in 8 bits.
 #include <algorithm>
-#include <cmath>
 #include <cstring>
+#include <memory>
 #include <type_traits>
 #include <vector>
 
 #include "api.h"
 #include "block.h"
 #include "functions.h"
+#include "integers.h"
 #include "pool.h"
 
 namespace rose {
@@ -46,36 +48,54 @@ void finish(const Job& job, int64_t panel, const float (*sums)[kWidth], int rows
     }
 }
 
-int64_t element_size(const RoseLinear& w) {
-  return w.storage == kFloats ? 4 : w.storage == kHalves ? 2 : 1;
-}
+bool is_quantized(const RoseLinear& w) { return w.storage == kBytes || w.storage == kNibbles; }
 
 int64_t num_groups(const RoseLinear& w) { return ceil_div(w.inputs, kGroup); }
 
-// A panel as it is stored.
-template <class Columns>
-Columns columns_of(const RoseLinear& w, int64_t panel) {
-  const int64_t first = panel * w.inputs * kWidth;
-  if constexpr (std::is_same_v<Columns, Floats>) return {static_cast<const float*>(w.panels) + first};
-  else if constexpr (std::is_same_v<Columns, Halves>)
-    return {static_cast<const uint16_t*>(w.panels) + first};
-  else
-    return {static_cast<const int8_t*>(w.panels) + first, w.scales + panel * num_groups(w) * kWidth};
+int64_t panel_bytes(const RoseLinear& w) {
+  if (w.storage == kBytes) return num_groups(w) * kGroupBytes<Bytes>;
+  if (w.storage == kNibbles) return num_groups(w) * kGroupBytes<Nibbles>;
+  return w.inputs * kWidth * (w.storage == kHalves ? 2 : 4);
 }
 
-// Calls use(columns) with the panel as it is stored.
+uint8_t* panel_at(const RoseLinear& w, int64_t panel) {
+  return static_cast<uint8_t*>(w.panels) + panel * panel_bytes(w);
+}
+
+uint16_t* scales_at(const RoseLinear& w, int64_t panel) {
+  return w.scales + panel * num_groups(w) * kWidth;
+}
+
+// Calls use(columns) with a panel of floats or of their halves.
 template <class Use>
 void with_columns(const RoseLinear& w, int64_t panel, Use use) {
-  if (w.storage == kHalves) use(columns_of<Halves>(w, panel));
-  else if (w.storage == kBytes) use(columns_of<Bytes>(w, panel));
-  else use(columns_of<Floats>(w, panel));
+  const void* at = panel_at(w, panel);
+  if (w.storage == kHalves) use(Halves{static_cast<const uint16_t*>(at)});
+  else use(Floats{static_cast<const float*>(at)});
 }
 
-template <class Columns>
-void block(const Job& job, Columns columns, int64_t panel, int64_t row, int64_t rows) {
+// Calls use(kind) with the kind of quantised weights.
+template <class Use>
+void with_kind(const RoseLinear& w, Use use) {
+  if (w.storage == kNibbles) use(Nibbles{});
+  else use(Bytes{});
+}
+
+// A block of rows times a panel. `coded` is x where weights are quantised.
+void block(const Job& job, const Coded& coded, int64_t panel, int64_t row, int64_t rows) {
+  const RoseLinear& w = job.linear;
   alignas(64) float sums[kRows][kWidth];
-  kMultiply<Columns>[rows - 1](job.x + row * job.ldx, job.ldx, columns, job.linear.inputs, sums[0],
-                               kWidth, false);
+  if (is_quantized(w)) {
+    with_kind(w, [&](auto kind) {
+      kMultiplyCodes<decltype(kind)>[rows - 1](coded, row, panel_at(w, panel), scales_at(w, panel),
+                                               sums[0]);
+    });
+  } else {
+    with_columns(w, panel, [&](auto columns) {
+      kMultiply<decltype(columns)>[rows - 1](job.x + row * job.ldx, job.ldx, columns, w.inputs,
+                                             sums[0], kWidth, false);
+    });
+  }
   finish(job, panel, sums, static_cast<int>(rows), job.y + row * job.ldy);
 }
 
@@ -83,19 +103,55 @@ int64_t num_panels(const RoseLinear& w) {
   return ceil_div(w.outputs, w.gated ? kWidth / 2 : kWidth);
 }
 
+// Memory for coded rows; a thread keeps its own.
+class CodedMemory {
+ public:
+  Coded take(int64_t rows, int64_t groups) {
+    const int64_t count = rows * groups, bytes = count * (kGroup * sizeof(Code) + 8);
+    if (size_ < bytes || size_ > std::max<int64_t>(8 * bytes, kSmall)) {
+      memory_.reset();
+      memory_.reset(new float[ceil_div(bytes, 4)]);
+      size_ = bytes;
+    }
+    float* at = memory_.get();
+    return {reinterpret_cast<Code*>(at + 2 * count), at, at + count, groups};
+  }
+
+ private:
+  static constexpr int64_t kSmall = 1 << 22;
+  std::unique_ptr<float[]> memory_;
+  int64_t size_ = 0;
+};
+
+thread_local CodedMemory coded_memory;
+
+Coded encode(const Job& job, int64_t rows, int threads) {
+  constexpr int64_t kRowsOfTask = 16;
+  const int64_t inputs = job.linear.inputs;
+  const Coded coded = coded_memory.take(rows, num_groups(job.linear));
+  const int64_t ns = static_cast<int64_t>(rows * inputs * kNsPerCode);
+  parallel(threads, ceil_div(rows, kRowsOfTask), ns, [&](int64_t task) {
+    const int64_t end = std::min(rows, (task + 1) * kRowsOfTask);
+    for (int64_t r = task * kRowsOfTask; r < end; ++r)
+      encode_row(job.x + r * job.ldx, inputs, coded, r);
+  });
+  return coded;
+}
+
 void run(const Job& job, int64_t rows, int threads) {
   const RoseLinear& w = job.linear;
-  const int64_t panels = num_panels(w), panel_bytes = w.inputs * kWidth * element_size(w);
-  const int64_t fitting = std::max<int64_t>(1, kCacheBytes / std::max<int64_t>(1, panel_bytes));
+  const int64_t panels = num_panels(w), bytes = std::max<int64_t>(1, panel_bytes(w));
+  const int64_t fitting = std::max<int64_t>(1, kCacheBytes / bytes);
   const int64_t group = std::min(ceil_div(panels, 4 * threads), fitting);
-  const Blocks blocks(rows);
-  const double ns = std::max(rows * kNsPerFma, kNsPerByte * element_size(w)) * kWidth * w.inputs * panels;
+  const Blocks blocks(rows, is_quantized(w) ? kCodedRows : kRows);
+  const double ns_per_fma = is_quantized(w) ? kNsPerFma / 2 : kNsPerFma;
+  const double ns = std::max(rows * ns_per_fma * kWidth * w.inputs, kNsPerByte * bytes) * panels;
+  const Coded coded = is_quantized(w) ? encode(job, rows, threads) : Coded{};
   parallel(threads, ceil_div(panels, group), static_cast<int64_t>(ns), [&](int64_t task) {
     const int64_t last = std::min(panels, (task + 1) * group);
     for (int64_t b = 0; b < blocks.count; ++b) {
       const int64_t row = blocks.start(b), count = blocks.start(b + 1) - row;
-      for (int64_t p = task * group; p < last; ++p)
-        with_columns(w, p, [&](auto columns) { block(job, columns, p, row, count); });
+      for (int64_t p = task * group; p < last; ++p) block(job, coded, p, row, count);
     }
   });
 }
@@ -126,37 +182,57 @@ uint32_t bits_of(float x) {
   return bits;
 }
 
-// Rounds each group of a column to whole numbers of up to 127, whose unit becomes the group's scale.
-void round_to_bytes(const float* panel, int64_t inputs, int8_t* out, float* scales) {
-  for (int64_t start = 0; start < inputs; start += kGroup, scales += kWidth) {
-    const int64_t end = std::min<int64_t>(start + kGroup, inputs);
-    for (int64_t c = 0; c < kWidth; ++c) {
-      float most = 0.0f;
-      for (int64_t k = start; k < end; ++k) most = std::max(most, std::fabs(panel[k * kWidth + c]));
-      scales[c] = most / 127.0f;
-      const float inverse = most > 0.0f ? 127.0f / most : 0.0f;
-      for (int64_t k = start; k < end; ++k)
-        out[k * kWidth + c] = static_cast<int8_t>(std::lrint(panel[k * kWidth + c] * inverse));
+void pack_panel(const RoseLinear& w, int64_t panel, const float* weight) {
+  if (w.storage == kFloats) {
+    gather_panel(w, panel, weight, reinterpret_cast<float*>(panel_at(w, panel)));
+    return;
+  }
+  const int64_t count = w.inputs * kWidth;
+  std::vector<float> gathered(count);
+  gather_panel(w, panel, weight, gathered.data());
+  uint16_t* out = reinterpret_cast<uint16_t*>(panel_at(w, panel));
+  for (int64_t i = 0; i < count; ++i)
+    out[i / kWidth * kWidth + Halves::place(i % kWidth)] =
+        static_cast<uint16_t>(bits_of(gathered[i]) >> 16);
+}
+
+// Packs the codes of a panel. Where there is no weight, code and scale are 0.
+template <class Kind>
+void pack_panel_codes(Kind, const RoseLinear& w, int64_t panel, const int8_t* codes,
+                      const float* scales) {
+  const int64_t groups = num_groups(w);
+  uint8_t* out = panel_at(w, panel);
+  std::memset(out, 0, panel_bytes(w));
+  for (int64_t offset = 0; offset < kWidth; ++offset) {
+    const int64_t row = weight_row(w, panel, offset);
+    for (int64_t k = 0; k < groups * kGroup; ++k) {
+      const auto [at, step] = place_of<Kind>(k % kGroup, offset);
+      const int32_t code = row < 0 || k >= w.inputs ? 0 : codes[row * w.inputs + k];
+      uint8_t& byte = out[k / kGroup * kGroupBytes<Kind> + at];
+      byte = Kind::put(byte, step, code);
     }
+    for (int64_t g = 0; g < groups; ++g)
+      scales_at(w, panel)[g * kWidth + Halves::place(offset)] =
+          row < 0 ? 0 : static_cast<uint16_t>(bits_of(scales[row * groups + g]) >> 16);
   }
 }
 
-void pack_panel(const RoseLinear& w, int64_t panel, const float* weight) {
-  const int64_t count = w.inputs * kWidth;
-  if (w.storage == kFloats) {
-    gather_panel(w, panel, weight, static_cast<float*>(w.panels) + panel * count);
-    return;
+void pack_bias(const RoseLinear& w, int64_t panel, const float* bias) {
+  for (int64_t offset = 0; bias && offset < kWidth; ++offset) {
+    const int64_t row = weight_row(w, panel, offset);
+    w.bias[panel * kWidth + offset] = row < 0 ? 0.0f : bias[row];
   }
-  std::vector<float> gathered(count);
-  gather_panel(w, panel, weight, gathered.data());
-  if (w.storage == kHalves) {
-    uint16_t* out = static_cast<uint16_t*>(w.panels) + panel * count;
-    for (int64_t i = 0; i < count; ++i)
-      out[i / kWidth * kWidth + Halves::place(i % kWidth)] =
-          static_cast<uint16_t>(bits_of(gathered[i]) >> 16);
-  } else {
-    round_to_bytes(gathered.data(), w.inputs, static_cast<int8_t*>(w.panels) + panel * count,
-                   w.scales + panel * num_groups(w) * kWidth);
+}
+
+// Copies a row of quantised weights.
+template <class Kind>
+void decode_row(Kind, const RoseLinear& w, int64_t row, float* y) {
+  const int64_t panel = row / kWidth, offset = row % kWidth;
+  const Halves scales{scales_at(w, panel)};
+  for (int64_t k = 0; k < w.inputs; ++k) {
+    const auto [at, step] = place_of<Kind>(k % kGroup, offset);
+    const uint8_t byte = panel_at(w, panel)[k / kGroup * kGroupBytes<Kind> + at];
+    y[k] = Kind::one(byte, step) * scales.one(k / kGroup, offset);
   }
 }
 
@@ -184,16 +260,25 @@ ROSE_API int32_t rose_fit_halves(const float* weight, int64_t count) {
   return 1;
 }
 
+ROSE_API int64_t rose_panel_bytes(const RoseLinear* linear) { return panel_bytes(*linear); }
+
 ROSE_API void rose_pack(const RoseLinear* linear, const float* weight, const float* bias,
                         int32_t threads) {
   const RoseLinear& w = *linear;
   const int64_t panels = num_panels(w);
   parallel(threads, panels, panels * kWidth * w.inputs, [&](int64_t panel) {
     pack_panel(w, panel, weight);
-    for (int64_t offset = 0; bias && offset < kWidth; ++offset) {
-      const int64_t row = weight_row(w, panel, offset);
-      w.bias[panel * kWidth + offset] = row < 0 ? 0.0f : bias[row];
-    }
+    pack_bias(w, panel, bias);
+  });
+}
+
+ROSE_API void rose_pack_codes(const RoseLinear* linear, const int8_t* codes, const float* scales,
+                              const float* bias, int32_t threads) {
+  const RoseLinear& w = *linear;
+  const int64_t panels = num_panels(w);
+  parallel(threads, panels, panels * kWidth * w.inputs, [&](int64_t panel) {
+    with_kind(w, [&](auto kind) { pack_panel_codes(kind, w, panel, codes, scales); });
+    pack_bias(w, panel, bias);
   });
 }
 
@@ -206,10 +291,14 @@ ROSE_API void rose_panel_rows(const RoseLinear* linear, const int64_t* ids, floa
                               int32_t threads) {
   const RoseLinear& w = *linear;
   parallel(threads, rows, rows * w.inputs, [&](int64_t i) {
-    with_columns(w, ids[i] / kWidth, [&](auto columns) {
-      const int64_t offset = ids[i] % kWidth;
-      for (int64_t k = 0; k < w.inputs; ++k) y[i * w.inputs + k] = columns.one(k, offset);
-    });
+    float* out = y + i * w.inputs;
+    if (is_quantized(w)) {
+      with_kind(w, [&](auto kind) { decode_row(kind, w, ids[i], out); });
+    } else {
+      with_columns(w, ids[i] / kWidth, [&](auto columns) {
+        for (int64_t k = 0; k < w.inputs; ++k) out[k] = columns.one(k, ids[i] % kWidth);
+      });
+    }
   });
 }
 

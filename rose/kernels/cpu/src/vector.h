@@ -73,20 +73,8 @@ inline float sum(Vec x) {
 
 inline float largest(Vec x) { return reduce(x, vmax); }
 
-// Bytes as floats.
-inline Vec load_bytes(const int8_t* at) {
-#if defined(__AVX512F__)
-  return (Vec)_mm512_cvtepi32_ps(
-      _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))));
-#elif defined(__AVX2__)
-  return (Vec)_mm256_cvtepi32_ps(
-      _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at))));
-#else
-  Vec x;
-  for (int i = 0; i < kLanes; ++i) x[i] = at[i];
-  return x;
-#endif
-}
+constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+constexpr int32_t kRounderBits = 0x4B400000;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

@@ -1,0 +1,103 @@
+"""Which quantization a model is served in, and checkpoints that are stored in one. Free of torch.
+
+`rose convert --quantization` writes such a checkpoint: its config.json says so (`CONFIG_KEY`), and
+of a matrix `name` that is rounded there are two tensors in its place, its codes and its scales.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from rose.models.config import CONFIG_FILE, Setting
+from rose.models.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from rose.models.plan import Plan
+
+QUANTIZATIONS = ("int8", "int4")
+CONFIG_KEY = "quantization_config"
+METHOD = "rose"
+CODES, SCALES = "_codes", "_scales"  # what follows a matrix's name
+
+
+def choose_quantization(plan: "Plan", option: str | None) -> str | None:
+    """Return the option's or the checkpoint's quantization, and note it among the settings.
+
+    Raises:
+        ValueError: the option is unknown, or not what the checkpoint is stored in.
+    """
+    stored = plan.quantization
+    if option not in (None, *QUANTIZATIONS):
+        known = ", ".join(QUANTIZATIONS)
+        raise ValueError(f"--quantization: {option!r} is unknown. Known: {known}.")
+    if None not in (option, stored) and option != stored:
+        raise ValueError(f"--quantization: {option}, but the checkpoint is stored in {stored}")
+    if stored is not None:
+        plan.settings.append(Setting("quantization", stored, f"{CONFIG_FILE}: {CONFIG_KEY}"))
+    elif option is not None:
+        plan.settings.append(Setting("quantization", option, "option --quantization"))
+    return option or stored
+
+
+def check_quantization(
+    quantization: str | None,
+    tasks: "tuple[str, ...]",
+    dtype: "torch.dtype",
+    device: "torch.device",
+) -> None:
+    """Refuse what cannot be computed, before weights are loaded.
+
+    Raises:
+        ValueError: it needs another device or dtype, or the model does more than generate.
+    """
+    if quantization is None:
+        return
+    check_tasks(quantization, tasks)
+    kind = str(dtype).removeprefix("torch.")
+    if (device.type, kind) != ("cpu", "float32"):
+        raise ValueError(
+            f"--quantization: {quantization} is computed on a CPU from float32, not on "
+            f"{device.type} from {kind}"
+        )
+
+
+def check_tasks(quantization: str | None, tasks: "tuple[str, ...]") -> None:
+    """Refuse 4 bits for what they are too few for.
+
+    Raises:
+        ValueError: the model does more than generate.
+    """
+    if quantization == "int4" and set(tasks) != {"generate"}:
+        other = ", ".join(task for task in tasks if task != "generate")
+        raise ValueError(
+            f"--quantization: int4 is for models that generate, and too coarse to {other}: use "
+            "int8, or --task generate"
+        )
+
+
+def read_quantization(values: "Mapping[str, Any]", file: str) -> str | None:
+    """Read the quantization that a checkpoint is stored in.
+
+    Raises:
+        CheckpointError: it is not one of ROSE's.
+    """
+    found = values.get(CONFIG_KEY)
+    if not found:
+        return None
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    if method != METHOD:
+        raise CheckpointError(f"{file}: {CONFIG_KEY}: {method!r} checkpoints are not supported")
+    kind = found.get("kind")
+    if kind not in QUANTIZATIONS:
+        known = ", ".join(QUANTIZATIONS)
+        raise CheckpointError(f"{file}: {CONFIG_KEY}: kind: {kind!r} is unknown. Known: {known}.")
+    return str(kind)
+
+
+def plain_shape(name: str, shape: "tuple[int, ...]", quantization: str | None) -> "tuple[int, ...]":
+    """Return the shape that a stored tensor has once it is read: two codes of 4 bits are a byte."""
+    if quantization == "int4" and name.endswith(CODES):
+        return (*shape[:-1], 2 * shape[-1])
+    return shape

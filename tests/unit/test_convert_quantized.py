@@ -1,0 +1,162 @@
+"""`rose convert --quantization`: a folder that loads again and answers as the option does."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rose import Engine, SamplingParams
+from rose.kernels.cpu import load_library
+from rose.kernels.quantization import quantize
+from rose.models.errors import CheckpointError, ConvertError
+from rose.models.loader import load
+from rose.models.stored_codes import store
+from rose.serving import cli
+from tests import tiny
+
+TEXTS = ["the green sea", "tea", "short text over longer words"]
+
+
+@pytest.fixture(autouse=True)
+def _kernels():
+    if load_library() is None:
+        pytest.skip("there are no CPU kernels here")
+
+
+def rose(*arguments):
+    """Run the command line in this process and return its exit code."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main([str(argument) for argument in arguments])
+    return caught.value.code
+
+
+def convert(source, out, kind):
+    assert rose("convert", source, out, "--quantization", kind) == 0
+    return out
+
+
+def vectors(path, quantization=None):
+    options = {"device": "cpu", "max_batch_tokens": 256, "tasks": ("embed",)}
+    with Engine(path, quantization=quantization, **options) as engine:
+        assert engine.card.quantization == "int8"
+        return engine.embed(TEXTS, truncate=True)
+
+
+def tokens(path, quantization=None):
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    with Engine(path, device="cpu", quantization=quantization, tasks=("generate",)) as engine:
+        return [out.token_ids for out in engine.generate([[1, 2, 3], [7]], params)]
+
+
+@pytest.mark.parametrize("kind", ["bert", "modernbert", "nomic_bert", "gte", "roberta"])
+def test_an_embedder_answers_as_with_the_option(tmp_path, kind):
+    source = tiny.save_encoder(tmp_path / "plain", kind)
+    out = convert(source, tmp_path / "out", "int8")
+    assert np.array_equal(vectors(out), vectors(source, "int8"))
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["llama", "phi3", "qwen3", "gemma3_text"])
+def test_an_llm_answers_as_with_the_option(tmp_path, kind, quantization):
+    source = tiny.save_decoder(tmp_path / "plain", kind)
+    out = convert(source, tmp_path / "out", quantization)
+    assert tokens(out) == tokens(source, quantization)
+    assert tokens(out, quantization) == tokens(out)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_matrix_is_rounded_and_nothing_else(tmp_path, tied):
+    source = tiny.save_decoder(tmp_path / "plain", "llama", tie_word_embeddings=tied)
+    out = convert(source, tmp_path / "out", "int4")
+    before, after = (load_file(p / "model.safetensors") for p in (source, out))
+    for name, tensor in before.items():
+        matrix = "proj" in name or name == "lm_head.weight" or (tied and "embed" in name)
+        assert (name in after) != matrix
+        if matrix:
+            rows, columns = tensor.shape
+            assert after[f"{name}_codes"].shape == (rows, columns // 2)
+            assert after[f"{name}_scales"].shape == (rows, -(-columns // 32))
+        else:
+            assert torch.equal(after[name], tensor)
+    assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+
+
+def test_odd_matrices_stay_as_they_are():
+    weight = torch.randn(4, 33)
+    assert list(store("w", weight, "int4")) == ["w"]
+    codes = store("w", weight, "int8")
+    assert torch.equal(codes["w_codes"], quantize(weight, "int8").codes)
+
+
+def test_inspect_shows_what_is_stored(tmp_path, capsys):
+    out = convert(tiny.save_decoder(tmp_path / "plain", "llama"), tmp_path / "out", "int4")
+    assert rose("inspect", out, "--json") == 0
+    text = capsys.readouterr().out
+    report = json.loads(text[text.index("{") :])
+    found = {setting["name"]: setting for setting in report["settings"]}["quantization"]
+    assert (found["value"], found["source"]) == ("int4", "config.json: quantization_config")
+
+
+def spoil(path, change):
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("lm_head.weight_scales"), "'lm_head.weight_scales' is missing"),
+        (
+            lambda t: t.update({"lm_head.weight_scales": torch.ones(2, 2).bfloat16()}),
+            "has shape",
+        ),
+        (
+            lambda t: t.update({"lm_head.weight_codes": t["lm_head.weight_codes"].short()}),
+            "a matrix of torch.int8 .* is expected",
+        ),
+        (
+            lambda t: t.update({"extra_codes": t["lm_head.weight_codes"].clone()}),
+            "'extra_scales' is missing",
+        ),
+    ],
+)
+def test_damaged_codes_are_refused(tmp_path, change, message):
+    source = tiny.save_decoder(tmp_path / "plain", "llama", tie_word_embeddings=False)
+    out = convert(source, tmp_path / "out", "int8")
+    spoil(out, change)
+    with pytest.raises(CheckpointError, match=message):
+        load(out)
+
+
+def test_what_cannot_be_converted_says_why(tmp_path, capsys):
+    source = tiny.save_decoder(tmp_path / "plain", "llama")
+    out = convert(source, tmp_path / "out", "int8")
+    for words, message in (
+        (("convert", source, out, "--quantization", "int8"), "exists already"),
+        (("convert", out, tmp_path / "again", "--quantization", "int8"), "stored in int8 already"),
+        (("convert", source, tmp_path / "again"), "converted with --quantization"),
+        (("inspect", out, "--quantization", "int4"), "the checkpoint is stored in int8"),
+    ):
+        assert rose(*words) == 1
+        assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "again").exists()
+
+
+def test_an_unknown_kind_in_a_config_is_refused(tmp_path):
+    path = tiny.save_decoder(tmp_path, "llama")
+    tiny.edit_json(path / "config.json", quantization_config={"quant_method": "rose", "kind": "x"})
+    with pytest.raises(CheckpointError, match=r"kind: 'x' is unknown. Known: int8, int4"):
+        load(path)
+
+
+def test_a_broken_run_leaves_nothing(tmp_path, monkeypatch):
+    source = tiny.save_decoder(tmp_path / "plain", "llama")
+    monkeypatch.setattr(
+        "rose.models.convert_quantized.store", lambda *_: (_ for _ in ()).throw(ConvertError("no"))
+    )
+    assert rose("convert", source, tmp_path / "out", "--quantization", "int8") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["plain"]
