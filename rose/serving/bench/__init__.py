@@ -1,0 +1,1 @@
+"""`rose bench`: the same load on a model in process, on a server, and on another, in turns."""
