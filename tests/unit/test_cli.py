@@ -75,7 +75,7 @@ def test_embed_teaches_by_example(capsys):
             "--max-model-len --max-batch-tokens --deterministic --chunk-size --force --restart "
             "--log-level",
         ),
-        ("inspect", "--task --max-model-len --quantization --json --graphs --picture"),
+        ("inspect", "--task --max-model-len --quantization --json --graphs --keys --picture"),
         ("models", "--json"),
     ],
 )
