@@ -69,7 +69,8 @@ def read_hybrid_config(
     """
     decoder = read_decoder_config(family, reader)
     if not decoder.causal:
-        key = "is_causal" if reader.has("is_causal") else "use_bidirectional_attention"
+        stated = reader.values.get("is_causal") is False
+        key = "is_causal" if stated else "use_bidirectional_attention"
         raise CheckpointError(
             f"{reader.where(key)}: {reader.architecture} cannot be bidirectional: its layers of "
             "linear attention read a text from left to right"
@@ -129,9 +130,14 @@ def _ropes(
 
 
 def hybrid_family(
-    name: str, *, vocab_size: int, hidden_size: int, intermediate_size: int, kv_heads: int,
+    name: str,
+    *,
+    vocab_size: int,
+    hidden_size: int,
+    intermediate_size: int,
+    kv_heads: int,
     num_layers: int,
-) -> Family:  # fmt: skip
+) -> Family:
     """Make a member of the family of what differs."""
     return Family(
         name,

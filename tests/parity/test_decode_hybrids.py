@@ -9,6 +9,7 @@ from rose.kernels.attention import BACKENDS
 from rose.models.loader import load
 from rose.runtime.build import ModelOptions, build
 from rose.runtime.embedding import EmbedBatch, EmbeddingRuntime
+from rose.runtime.graphs import WarmupShape
 from rose.runtime.options import SamplingParams
 from rose.runtime.worker import DeviceWorker
 from tests import tiny
@@ -168,6 +169,7 @@ def test_served_as_a_whole(tmp_path, kind):
             tasks=("embed", "generate"),
             kv_cache_memory=4 << 20,
             max_batch_tokens=64,
+            warmup=(WarmupShape(3, None), WarmupShape(2, 20)),
         )
     )
     try:

@@ -142,16 +142,16 @@ def test_a_row_is_used_again_whatever_it_held():
     assert out.isfinite().all()
 
 
-def test_a_failed_neighbour_is_not_felt():
-    states = pool(2)
-    first = tokens(2)
-    RecurrentBatch((1, 1), CPU, StoredRows(states, (1, 2), (True, True))).apply_delta_rule(
-        *first, SPEC
-    )
+@pytest.mark.parametrize("count", [1, 70])
+def test_a_failed_neighbour_is_not_felt(count):
+    states, inputs = pool(2), tokens(2 * count)
+    batch = RecurrentBatch((count, count), CPU, StoredRows(states, (1, 2), (True, True)))
+    batch.apply_delta_rule(*inputs, SPEC)
     kept = states.matrices[0][1].clone()
     states.matrices[0][2] = torch.nan
     stored = StoredRows(states, (1, 2), (False, False))
-    out = RecurrentBatch((1, 1), CPU, stored).apply_delta_rule(*first, SPEC)
-    wanted, _ = alone([x[:1] for x in first], kept.unsqueeze(0))
-    torch.testing.assert_close(out[:1], wanted, **CLOSE)
-    assert out[1].isnan().all()
+    out = RecurrentBatch((count, count), CPU, stored).apply_delta_rule(*inputs, SPEC)
+    wanted, state = alone([x[:count] for x in inputs], kept.unsqueeze(0))
+    torch.testing.assert_close(out[:count], wanted, **CLOSE)
+    torch.testing.assert_close(states.matrices[0][1], state, **CLOSE)
+    assert out[count:].isnan().all()
