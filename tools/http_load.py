@@ -26,14 +26,13 @@ class Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         """Wait for the transport."""
-        self._transport: asyncio.Transport | None = None
+        self._transport: Any = None  # uvloop's is no asyncio.Transport
         self._received = bytearray()
         self._wanted: int | None = None
         self._answer: asyncio.Future[bytes] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
-        assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
@@ -62,7 +61,6 @@ class Connection(asyncio.Protocol):
         Raises:
             RuntimeError: the status is not 200.
         """
-        assert self._transport is not None
         self._answer = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         answer = await self._answer

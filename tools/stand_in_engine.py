@@ -39,7 +39,7 @@ class InstantRuntime:
 def main(model: str, address: str) -> None:
     """Serve until a signal comes."""
     set_up_logging("warning", "stand-in")
-    served = build(ModelOptions(path=model, max_batch_tokens=1 << 16))
+    served = build(ModelOptions(path=model, max_batch_tokens=1 << 16, max_model_len=512))
     assert served.card.embedding is not None
     instant = InstantRuntime(served.card.embedding.dimensions, served.worker)
     served = replace(served, embedding=instant)  # type: ignore[arg-type]
