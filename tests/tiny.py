@@ -300,9 +300,9 @@ def _hybrid_config(
         del settings["intermediate_size"]
     if kind in HYBRIDS:
         return HYBRIDS[kind][0](**(settings | overrides))
-    tied = overrides.pop("tie_word_embeddings", False)
+    whole = {k: overrides.pop(k) for k in ("tie_word_embeddings", "num_labels") if k in overrides}
     return COMPOSITES[kind][0](
-        text_config=settings | overrides, vision_config=VISION_SETTINGS, tie_word_embeddings=tied
+        text_config=settings | overrides, vision_config=VISION_SETTINGS, **whole
     )
 
 

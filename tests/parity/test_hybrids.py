@@ -157,7 +157,7 @@ def test_logits(tmp_path, kind, tied):
     torch.testing.assert_close(logits, wanted, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text", "qwen3_5"])
 def test_scores(tmp_path, kind):
     path = tiny.save_decoder(tmp_path, kind, head="classifier", num_labels=3)
     model = load(path)
