@@ -109,6 +109,10 @@ def read_facts(backend: tokenizers.Tokenizer) -> UnigramFacts:
     model = _model(backend)
     assert model.unk_id is not None
     pieces, scores = zip(*model.vocab, strict=True)
+    if not all(pieces):
+        raise Unsupported("model: an empty piece")
+    if not all(map(math.isfinite, scores)):
+        raise Unsupported("model: a score that is not finite")
     return UnigramFacts(
         pieces=pieces,
         scores=scores,
@@ -140,10 +144,6 @@ def _model(backend: tokenizers.Tokenizer) -> _Model:
         raise Unsupported(f"model: {error}") from error
     if model.unk_id is None:
         raise Unsupported("model: no unk_id")
-    if not all(piece for piece, _ in model.vocab):
-        raise Unsupported("model: an empty piece")
-    if not all(math.isfinite(score) for _, score in model.vocab):
-        raise Unsupported("model: a score that is not finite")
     return model
 
 
