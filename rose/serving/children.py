@@ -9,7 +9,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from rose.serving.process import HEARTBEAT_VARIABLE, KEYS_VARIABLE, PARENT_VARIABLE
+from rose.serving.process import (
+    HEARTBEAT_VARIABLE,
+    KEYS_VARIABLE,
+    PARENT_VARIABLE,
+    RESTARTS_VARIABLE,
+)
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +94,7 @@ class Child:
             **self._secrets,
             PARENT_VARIABLE: str(os.getpid()),
             HEARTBEAT_VARIABLE: str(heartbeat),
+            RESTARTS_VARIABLE: str(self.restarts),
         }
 
     def check_started(self) -> None:

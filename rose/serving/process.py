@@ -18,6 +18,7 @@ from typing import Literal
 
 PARENT_VARIABLE = "ROSE_PARENT_PID"
 HEARTBEAT_VARIABLE = "ROSE_HEARTBEAT_FD"
+RESTARTS_VARIABLE = "ROSE_RESTARTS"  # how often the supervisor has started this process again
 KEYS_VARIABLE = "ROSE_API_KEY"
 HEARTBEAT_S = 1.0
 PR_SET_PDEATHSIG = 1
@@ -66,6 +67,11 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):  # it died before the request to the kernel
         raise SystemExit("the supervisor is gone")
+
+
+def was_restarted() -> bool:
+    """Whether a supervisor has started this process in place of one that ended."""
+    return int(os.environ.get(RESTARTS_VARIABLE, "0")) > 0
 
 
 async def beat() -> None:
@@ -127,8 +133,28 @@ def is_open_to_others(listener: socket.socket) -> bool:
     return not ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen_together(host: str, port: int, count: int) -> list[socket.socket]:
+    """Bind several TCP sockets to one port; the system spreads connections over them.
+
+    One socket in several processes would not do: the first to wake takes all that wait.
+
+    Raises:
+        OSError: as `listen`; also when others would share the port with these.
+    """
+    if count == 1:
+        return [listen(host, port)]
+    with listen(host, port) as alone:
+        port = alone.getsockname()[1]
+    return [listen(host, port, shared=True) for _ in range(count)]
+
+
+def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
     """Bind a TCP socket for HTTP; connections queue from now on.
+
+    Args:
+        host: Interface.
+        port: 0 for any.
+        shared: Whether others of this user may bind the same port.
 
     Raises:
         OSError: the port is taken or the interface does not exist.
@@ -136,6 +162,8 @@ def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((host, port))
     except OSError as error:

@@ -1,5 +1,6 @@
 """`rose serve`: starts the engines and the gateway as one process tree, and ends them together."""
 
+import contextlib
 import http.client
 import json
 import logging
@@ -17,7 +18,7 @@ from typing import Any
 import msgspec
 
 from rose.serving.children import Child, ChildFailedError
-from rose.serving.process import KEYS_VARIABLE, listen, stop_signals, unverified
+from rose.serving.process import KEYS_VARIABLE, listen_together, stop_signals, unverified
 from rose.serving.socket_folder import SocketFolder
 
 log = logging.getLogger(__name__)
@@ -101,15 +102,21 @@ class Supervisor:
         """
         for number in stop_signals():
             signal.signal(number, self._count_signal)
-        with listen(self._host, self._port) as listener, SocketFolder() as folder:
+        with contextlib.ExitStack() as stack:
+            listeners = [
+                stack.enter_context(listener)
+                for listener in listen_together(self._host, self._port, self._gateway_workers)
+            ]
+            folder = stack.enter_context(SocketFolder())
             try:
-                self._start(folder.path, listener)
+                self._start(folder.path, listeners)
                 if self._wait_ready():
                     self._announce()
                     self._keep_running(folder)
                 log.info("stopping")
             finally:
-                listener.close()  # or connections would wait here for a gateway that has gone
+                for listener in listeners:
+                    listener.close()  # or connections would wait here for a gateway that has gone
                 self._stop()
         if self._faults:
             log.error("not stopped cleanly: %s", "; ".join(self._faults))
@@ -123,7 +130,7 @@ class Supervisor:
         """Note a signal; the loops look. Raising here could hit the start of a process halfway."""
         self._signals += 1
 
-    def _start(self, folder: Path, listener: socket.socket) -> None:
+    def _start(self, folder: Path, listeners: Sequence[socket.socket]) -> None:
         addresses = []
         for index, (model, replica) in enumerate(product(self._models, range(self._replicas))):
             path = folder / f"{index}.sock"
@@ -133,13 +140,13 @@ class Supervisor:
             name = f"engine {model.name}" + (f" {replica}" if self._replicas > 1 else "")
             self._sockets[path] = Child(name, [*command, *self._engine_options], secrets={})
             self._engines.append(self._sockets[path])
-        fd = listener.fileno()
-        command = ["gateway", "--listen-fd", str(fd), *addresses, *self._gateway_options]
-        for number in range(self._gateway_workers):
-            name, words = "gateway", command
+        for number, listener in enumerate(listeners):
+            fd = listener.fileno()
+            words = ["gateway", "--listen-fd", str(fd), *addresses, *self._gateway_options]
+            name = "gateway"
             if self._gateway_workers > 1:
                 name = f"gateway {number}"
-                words = [*command, "--worker", f"{number}/{self._gateway_workers}/{folder}"]
+                words += ["--worker", f"{number}/{self._gateway_workers}/{folder}"]
             child = Child(name, words, secrets=self._secrets, inherit=[fd])
             self._gateways.append(child)
             if self._gateway_workers > 1:

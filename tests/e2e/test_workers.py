@@ -56,10 +56,10 @@ def test_workers_share_a_port_add_up_and_stop_together(server):
     assert "Traceback" not in server.log
 
 
-def test_a_worker_that_dies_is_started_again_while_the_other_serves(server):
+def test_a_worker_that_dies_is_started_again_and_no_connection_is_refused(server):
     victim = server.children()[-1]
     os.kill(victim, signal.SIGKILL)
-    for _ in range(20):
+    for _ in range(20):  # those that the system gave to it wait for its successor
         assert embed(server).status_code == 200
         time.sleep(0.02)
     deadline = time.monotonic() + 30

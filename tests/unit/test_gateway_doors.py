@@ -18,7 +18,7 @@ from rose.serving.gateway.models import ModelTable
 from rose.serving.gateway.server import Door
 from rose.serving.gateway.settings import GatewaySettings
 from rose.serving.gateway.workers import HEADER, Workers, merged
-from rose.serving.process import listen
+from rose.serving.process import listen_together
 from tests.unit.gateway_stub import StubClient, error_of
 
 TLS = (
@@ -31,14 +31,14 @@ TLS = (
 def running(*apps, tls=None, folder=None):
     """Gateways that share a port, each in a loop of its own; yields the port."""
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(listen("127.0.0.1", 0))
-        for number, make in enumerate(apps):
+        listeners = listen_together("127.0.0.1", 0, len(apps))
+        for number, (make, listener) in enumerate(zip(apps, listeners, strict=True)):
             workers = Workers(folder, len(apps), number, tls is not None) if folder else None
             own = stack.enter_context(workers.listen()) if workers else None
-            taken = stack.enter_context(listener.dup())
+            taken = stack.enter_context(listener)
             door = Door(listener=taken, tls=tls, workers=workers, from_workers=own)
             stack.enter_context(_thread(make(workers), door))
-        yield listener.getsockname()[1]
+        yield listeners[0].getsockname()[1]
 
 
 @contextlib.contextmanager
@@ -193,11 +193,41 @@ def test_whoever_is_asked_answers_for_all(folder, tls):
                 assert "it burns" in error_of(client.get("/ready"), 503)["message"]
 
 
-def test_a_worker_that_is_gone_is_left_out(folder):
+def test_connections_are_spread_over_the_workers(folder):
+    clients = [StubClient() for _ in range(3)]
+    with running(*(plain(client=client) for client in clients), folder=folder) as port:
+        connections = [httpx.Client(base_url=f"http://127.0.0.1:{port}") for _ in range(60)]
+        for connection in connections:
+            assert connection.post("/v1/embeddings", json={"input": "a"}).status_code == 200
+            connection.close()
+    assert min(len(client.calls) for client in clients) >= 3, "20 each is what to expect"
+
+
+def test_workers_that_are_gone_or_silent_are_told_of(folder):
     workers = Workers(folder, 3, 1)
     silent = Workers(folder, 3, 2).listen()  # it takes connections and says nothing
     with silent:
-        assert asyncio.run(workers.ask("/ready", {})) == {}
+        assert asyncio.run(workers.ask("/ready", {})) == {0: None, 2: None}
+        app = create_app({"stub": StubClient()}, None, workers)
+
+        async def send(path):
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+                return await http.get(path)
+
+        message = error_of(asyncio.run(send("/ready")), 503)["message"]
+        assert message == "Gateway worker 0 does not answer. Gateway worker 2 does not answer."
+        assert 'worker="1"' in asyncio.run(send("/metrics")).text
+
+
+def test_a_port_that_workers_share_is_nobody_elses():
+    first = listen_together("127.0.0.1", 0, 2)
+    port = first[0].getsockname()[1]
+    for count in (1, 2):
+        with pytest.raises(OSError, match="Address already in use"):
+            listen_together("127.0.0.1", port, count)
+    for listener in first:
+        listener.close()
 
 
 def test_counters_of_engines_are_those_that_the_longest_lived_worker_saw():

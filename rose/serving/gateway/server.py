@@ -21,13 +21,14 @@ from rose.serving.gateway.http_protocol import HttpProtocol
 from rose.serving.gateway.models import ModelTable
 from rose.serving.gateway.settings import GatewaySettings
 from rose.serving.gateway.workers import Workers
-from rose.serving.process import beat, stop_event
+from rose.serving.process import beat, stop_event, was_restarted
 from rose.serving.replicas import ReplicaSet
 from rose.serving.transport import check_peer
 
 log = logging.getLogger(__name__)
 
 DRAIN_LIMIT_S = 60
+SETTLE_LIMIT_S = 5.0
 LAST_WORDS_S = 5.0  # for telling clients that their request is cut off
 
 NamedAddress = tuple[str | None, str]
@@ -41,7 +42,7 @@ class Door:
     Attributes:
         listener: A bound socket, see `rose.serving.process.listen`.
         tls: Files of the certificate (with its chain) and of its key; None is plain HTTP.
-        workers: The gateways that share the socket, if there are several.
+        workers: The gateways that share the port, if there are several.
         from_workers: What the others ask this one by, see `Workers.listen`.
     """
 
@@ -125,11 +126,20 @@ async def _serve_models(
         if name is None
     ]
     try:
+        if was_restarted():
+            await _settle([client for _, client in named])
         await _serve_http(create_app(table, settings, door.workers), door, stop)
     finally:
         for task in naming:
             task.cancel()
         await asyncio.gather(*naming, return_exceptions=True)
+
+
+async def _settle(clients: Sequence[EngineClient]) -> None:
+    """Let connections wait for engines that were there before this gateway: they answer soon."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(SETTLE_LIMIT_S):
+            await asyncio.gather(*(client.wait_ready() for client in clients))
 
 
 def _enlist(

@@ -1,7 +1,7 @@
 """Several gateway processes behind one port: what each has to know of the others.
 
-All take connections from the same listening socket. Each has a socket file too, by which the others
-ask it for its numbers, so that whoever is asked by a client can answer for all.
+The system spreads connections over them. Each has a socket file too, by which the others ask it for
+its numbers, so that whoever is asked by a client can answer for all.
 """
 
 import asyncio
@@ -55,12 +55,11 @@ class Workers:
         listener.listen()
         return listener
 
-    async def ask(self, path: str, headers: Mapping[str, str]) -> dict[int, Reply]:
-        """GET a path from the others; those that do not answer in time are left out."""
+    async def ask(self, path: str, headers: Mapping[str, str]) -> dict[int, Reply | None]:
+        """GET a path from the others; None from those that do not answer in time."""
         others = [number for number in range(self.count) if number != self.own]
         replies = await asyncio.gather(*(self._ask_one(n, path, headers) for n in others))
-        found = zip(others, replies, strict=True)
-        return {number: reply for number, reply in found if reply is not None}
+        return dict(zip(others, replies, strict=True))
 
     async def _ask_one(self, number: int, path: str, headers: Mapping[str, str]) -> Reply | None:
         with contextlib.suppress(OSError, TimeoutError, ValueError, IndexError):

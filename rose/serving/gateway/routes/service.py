@@ -29,13 +29,16 @@ async def ready(call: Call[None]) -> Response:
 
 
 async def _reasons_of_others(call: Call[None]) -> list[str]:
-    """Why other gateway workers are not ready; one that does not answer gets no requests either."""
+    """Why other gateway workers, which get requests too, are not ready."""
     replies = await _ask_others(call, "/ready")
-    return [
-        f"Gateway worker {number}: {orjson.loads(reply.body)['error']['message']}"
-        for number, reply in replies.items()
-        if reply.status != 200
-    ]
+    reasons = []
+    for number, reply in replies.items():
+        if reply is None:
+            reasons.append(f"Gateway worker {number} does not answer.")
+        elif reply.status != 200:
+            message = orjson.loads(reply.body)["error"]["message"]
+            reasons.append(f"Gateway worker {number}: {message}")
+    return reasons
 
 
 async def metrics(call: Call[None]) -> Response:
@@ -44,12 +47,12 @@ async def metrics(call: Call[None]) -> Response:
     content = gateway.metrics.exposition()
     if workers is not None and HEADER not in call.request.headers:
         replies = await _ask_others(call, "/metrics")
-        parts = {number: reply.body for number, reply in replies.items() if reply.status == 200}
+        parts = {n: reply.body for n, reply in replies.items() if reply and reply.status == 200}
         content = await call.in_thread(merged, {workers.own: content, **parts}, workers.own)
     return Response(content, headers={"Content-Type": CONTENT_TYPE})
 
 
-async def _ask_others(call: Call[None], path: str) -> dict[int, Reply]:
+async def _ask_others(call: Call[None], path: str) -> dict[int, Reply | None]:
     """GET a path from the other gateway workers, unless one of them asks."""
     workers, keys = call.gateway.workers, call.gateway.settings.api_keys
     if workers is None or HEADER in call.request.headers:
