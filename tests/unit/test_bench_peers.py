@@ -9,8 +9,8 @@ import pytest
 
 from tools.peers.embedders import EMBEDDERS, Text, batches_of_like_length, padded, pooled
 from tools.peers.environments import ENVIRONMENTS, Home, last_line
-from tools.peers.main import peers, stored
-from tools.peers.measuring import ENGINES, Outcome, compare
+from tools.peers.main import chosen, stored
+from tools.peers.measuring import ENGINES, PEERS, Outcome, compare
 from tools.peers.page import ROSE, ROSE_FROM_TEXT, Ratio, make_report, ratios
 from tools.peers.plots import draw
 from tools.peers.processes import PeerError, Worker
@@ -205,7 +205,7 @@ def test_the_page_hides_nothing(outcomes, checkpoints):
     assert "20 / 40" not in page
     assert "30 / 40, 30.0" in page
     assert "3.0 s, 500 MiB" in page
-    assert "| 32.0 " in page  # 64 tokens in 2 s
+    assert "| 16.0 " in page  # 32 tokens in 2 s
     assert "the machine's limit" in tables["Embedding one text (turns of 16 tokens: 3)"]
 
 
@@ -244,6 +244,7 @@ def test_the_reason_of_a_failure_is_the_line_that_names_it():
     assert last_line("ERROR: no matching distribution\nWARNING: old pip\n\n") == (
         "ERROR: no matching distribution"
     )
+    assert last_line("ImportError: no x\nERROR: start-up failed") == "ImportError: no x"
     assert last_line("one\ntwo\n") == "two"
     assert last_line("") == "it wrote nothing"
 
@@ -254,8 +255,10 @@ def test_engines_have_their_environment_and_are_peers_or_rose():
         for engine in engines.values():
             assert engine.environment in (None, *ENVIRONMENTS)
             assert engine.packages
-    assert ROSE not in peers()
-    assert {"ONNX Runtime", "vLLM", "llama.cpp"} <= set(peers())
+    assert ROSE not in PEERS
+    assert chosen(["vLLM"]) == [ROSE, "vLLM"]
+    assert chosen(["vLLM", "infinity"])[:2] == [ROSE, ROSE_FROM_TEXT]
+    assert {"ONNX Runtime", "vLLM", "llama.cpp"} <= set(PEERS)
 
 
 def test_a_worker_that_cannot_start_says_why(tmp_path):

