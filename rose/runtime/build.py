@@ -13,6 +13,7 @@ from rose.kernels.attention.base import AttentionBackend
 from rose.kernels.attention.choice import choose
 from rose.models.backbone import state_specs
 from rose.models.card import ModelCard
+from rose.models.classifier import SequenceClassifier
 from rose.models.layers import prepare
 from rose.models.loader import LoadedModel, load
 from rose.runtime.cuda_graphs import CudaCapturer
@@ -144,6 +145,10 @@ def build(options: ModelOptions) -> ServedModel:
         tasks=options.tasks or None,
         name=options.name,
     )
+    if isinstance(loaded.classifier, SequenceClassifier):
+        prepare(
+            loaded.classifier.head
+        )  # in float32, whatever the backbone's weights are rounded to
     for model in (loaded.lm, loaded.embedding, loaded.classifier):
         if isinstance(model, torch.nn.Module):
             prepare(model, loaded.card.quantization)

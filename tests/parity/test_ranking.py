@@ -284,3 +284,18 @@ def test_segments_reach_the_model_eagerly_and_in_padded_buckets(tmp_path, count)
         assert graphs.graphs.counters.hits >= 5
     finally:
         worker.close()
+
+
+def test_a_head_keeps_its_float32_weights_beside_a_rounded_backbone(models):
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    heads, layers, scores = [], [], []
+    for quantization in ("int8", None):
+        options = {"device": "cpu", "dtype": "float32", "quantization": quantization}
+        with Engine(models("bert"), **options) as engine:
+            loaded = engine._served.loaded
+            heads.append(loaded.classifier.head.output.op(x))
+            layers.append(loaded.backbone.layers[0].mlp.up.op(x))
+            scores.append(engine.score(QUERY, DOCUMENTS, truncate=True))
+    assert torch.equal(*heads)
+    assert not torch.equal(*layers)
+    np.testing.assert_allclose(*scores, atol=0.2)
