@@ -146,9 +146,8 @@ def build(options: ModelOptions) -> ServedModel:
         name=options.name,
     )
     if isinstance(loaded.classifier, SequenceClassifier):
-        prepare(
-            loaded.classifier.head
-        )  # in float32, whatever the backbone's weights are rounded to
+        # In float32, whatever the backbone's weights are rounded to.
+        prepare(loaded.classifier.head)
     for model in (loaded.lm, loaded.embedding, loaded.classifier):
         if isinstance(model, torch.nn.Module):
             prepare(model, loaded.card.quantization)
