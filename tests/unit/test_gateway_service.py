@@ -338,6 +338,9 @@ def test_detokenize(http):
         ([True], "tokens[0]"),
     ):
         assert error_of(http.post("/detokenize", {"tokens": tokens}))["param"] == param
+    few = Http(max_tokenize_chars=3)
+    assert few.post("/detokenize", {"tokens": [5, 6, 7]}).status_code == 200
+    assert error_of(few.post("/detokenize", {"tokens": [5] * 4}))["param"] == "tokens"
 
 
 # Metrics and the log

@@ -81,6 +81,24 @@ def test_an_engines_error_is_named_as_the_route_names_it(served, client):
     assert error_of(answer, 500)["param"] == "inputs[1]"
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/embed", {"inputs": "red " * 60}),
+        ("/embed", {"inputs": "red " * 60, "truncate": None}),
+        ("/embed_all", {"inputs": "red " * 60}),
+        ("/embed_sparse", {"inputs": "red " * 60}),
+        ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["red " * 60]}}),
+    ],
+)
+def test_what_says_nothing_is_cut_as_the_server_was_told(path, body):
+    answer = Http(truncate=True).post(path, body)
+    assert answer.status_code == 200, answer.text
+    assert error_of(Http().post(path, body))["code"] == "context_length_exceeded"
+    refused = {**body, "truncate": False, "parameters": {"truncate": False}}
+    assert error_of(Http(truncate=True).post(path, refused))["code"] == "context_length_exceeded"
+
+
 def test_similarity_is_the_cosine(served):
     texts = ["a red kite", "a red kite", "green"]
     body = {"inputs": {"source_sentence": texts[0], "sentences": texts[1:]}}
@@ -124,6 +142,20 @@ def test_decode(served):
     assert two.json() == ["a", "red kite"]
     kept = served.post("/decode", {"ids": [CLS, A], "skip_special_tokens": False})
     assert kept.json() == ["[CLS] a"]
+
+
+def test_similarity_names_its_sentences_where_they_are_too_many():
+    body = {"inputs": {"source_sentence": "a", "sentences": ["a", "red"]}}
+    error = error_of(Http(max_inputs=2).post("/similarity", body))
+    assert error["param"] == "inputs.sentences"
+    assert "'inputs.sentences'" in error["message"]
+
+
+@pytest.mark.parametrize("ids", [[A] * 4, [[A, A], [A, A]]])
+def test_decode_takes_no_end_of_ids(ids):
+    http = Http(max_tokenize_chars=3)
+    assert http.post("/decode", {"ids": ids[:1]}).status_code == 200
+    assert error_of(http.post("/decode", {"ids": ids}))["param"] == "ids"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,9 @@ from msgspec import Meta
 from rose.serving.gateway.schemas import Request
 
 Direction = Literal["left", "right", "Left", "Right"]
-Cut = Annotated[bool | None, Meta(description="Cut texts that are too long; default false.")]
+Cut = Annotated[
+    bool | None, Meta(description="Cut texts that are too long; default: what the server does.")
+]
 Side = Annotated[Direction | None, Meta(description="Where they are cut; default `right`.")]
 PromptName = Annotated[
     str | None, Meta(description="Put this prompt of the model before each text.")

@@ -128,8 +128,9 @@ class Tokenizer:
         return self.encode([text], add_special_tokens=add_special_tokens)[0]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of token ids."""
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        """Text of token ids. Releases the GIL, which the library does for batches alone."""
+        texts = self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+        return texts[0]
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:
         """The vocabulary's entry of each id."""

@@ -16,6 +16,7 @@ from rose.serving.gateway.errors import ApiError, bad_request, from_engine
 from rose.serving.gateway.operation import BODY_ERRORS, Call, Operation
 from rose.serving.gateway.routes.embeddings import Embedded, embed
 from rose.serving.gateway.routes.models import json_response
+from rose.serving.gateway.routes.tokens import check_size
 from rose.serving.gateway.schemas import EmbeddingRequest
 from rose.serving.gateway.sparse_output import (
     encode_sparse,
@@ -42,7 +43,7 @@ async def embed_texts(call: Call[EmbedRequest]) -> Response:
         model=body.model,
         input=body.inputs,
         normalize=body.normalize is not False,
-        truncate=bool(body.truncate),
+        truncate=body.truncate,
         truncation_side=_side(body.truncation_direction),
         prompt_name=body.prompt_name,
         dimensions=body.dimensions,
@@ -88,7 +89,7 @@ def _plain_request(body: EmbedSparseRequest) -> EmbeddingRequest:
     return EmbeddingRequest(
         model=body.model,
         input=body.inputs,
-        truncate=bool(body.truncate),
+        truncate=body.truncate,
         truncation_side=_side(body.truncation_direction),
         prompt_name=body.prompt_name,
     )
@@ -105,7 +106,7 @@ async def similarity(call: Call[SimilarityRequest]) -> Response:
         model=call.body.model,
         input=[inputs.source_sentence, *inputs.sentences],
         normalize=True,
-        truncate=bool(parameters and parameters.truncate),
+        truncate=parameters.truncate if parameters else None,
         truncation_side=_side(parameters.truncation_direction if parameters else None),
         prompt_name=parameters.prompt_name if parameters else None,
     )
@@ -120,13 +121,15 @@ async def decode(call: Call[DecodeRequest]) -> Response:
         raise bad_request("'ids' is missing or empty.", "ids")
     model = call.gateway.table.choose(body.model)
     rows = _rows(body.ids)
-    for place, row in rows.items():
-        if row:
-            check_ids(place, row, model.card.vocab_size)
+    check_size("ids", rows.values(), call.gateway.settings)
+    size = model.card.vocab_size
     tokenizer = await model.tokenizer(call.gateway.pool)
     skip = body.skip_special_tokens is not False
 
     def work() -> list[str]:
+        for place, row in rows.items():
+            if row:
+                check_ids(place, row, size)
         return [tokenizer.decode(row, skip_special_tokens=skip) for row in rows.values()]
 
     return Response(orjson.dumps(await call.in_thread(work)), media_type="application/json")
@@ -204,6 +207,8 @@ def _input_name(param: str) -> str:
 
 
 def _sentence_name(param: str) -> str:
+    if param == "input":
+        return "inputs.sentences"
     if not param.startswith("input["):
         return f"parameters.{param}" if param != "model" else param
     place = int(param.removeprefix("input[").partition("]")[0])

@@ -1,5 +1,7 @@
 """POST /tokenize and /detokenize."""
 
+from collections.abc import Iterable, Sized
+
 from starlette.responses import Response
 from tokenizers import Encoding
 
@@ -120,12 +122,29 @@ async def detokenize(call: Call[DetokenizeRequest]) -> Response:
         raise bad_request("'tokens' is missing.", "tokens")
     model = call.gateway.table.choose(body.model)
     size = model.card.vocab_size
-    if body.tokens:
-        check_ids("tokens", body.tokens, size)
+    ids, skip = body.tokens, bool(body.skip_special_tokens)
+    check_size("tokens", [ids], call.gateway.settings)
     tokenizer = await model.tokenizer(call.gateway.pool)
-    skip = bool(body.skip_special_tokens)
-    text = await call.in_thread(tokenizer.decode, body.tokens, skip_special_tokens=skip)
+
+    def work() -> str:
+        if ids:
+            check_ids("tokens", ids, size)
+        return tokenizer.decode(ids, skip_special_tokens=skip)
+
+    text = await call.in_thread(work)
     return json_response(DetokenizeAnswer(prompt=text, text=text))
+
+
+def check_size(field: str, rows: Iterable[Sized], settings: GatewaySettings) -> None:
+    """Refuses more token ids than are turned into text at a time.
+
+    Raises:
+        ApiError: 400.
+    """
+    count, most = sum(map(len, rows)), settings.max_tokenize_chars
+    if count > most:
+        message = f"'{field}' has {count} token ids; at most {most} are turned into text."
+        raise bad_request(message, field)
 
 
 OPERATIONS = (
