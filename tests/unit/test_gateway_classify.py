@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from rose.serving.gateway.operation import Call
 from tests.unit.gateway_stub import Http, StubClient, card, error_of
 from tests.unit.test_gateway_rerank import CLS, KITE, RED, SEP, A, ranker, serve
 
@@ -50,6 +51,23 @@ def test_labels_that_do_not_exclude_each_other():
     http = serve(classifier(probabilities="sigmoid"))
     (item,) = http.post("/v1/classify", {"input": "red"}).json()["data"]
     assert item["probs"] == pytest.approx((1 / (1 + np.exp(-np.array(RAW)))).tolist())
+
+
+def test_many_numbers_are_written_by_a_thread(http, monkeypatch):
+    bodies = ({"input": ["red", "a"]}, {"inputs": [["red"], ["a"]]}, {"inputs": "red"})
+    at_once = [http.post("/classify", body).json() for body in bodies]
+    used = []
+    in_thread = Call.in_thread
+    monkeypatch.setattr(
+        Call, "in_thread", lambda *a: (used.append(a[1].__name__), in_thread(*a))[1]
+    )
+    monkeypatch.setattr("rose.serving.gateway.routes.classify.ENCODE_IN_THREAD_NUMBERS", 0)
+    for body, expected in zip(bodies, at_once, strict=True):
+        answer = http.post("/classify", body).json()
+        if isinstance(answer, dict):
+            answer["id"] = expected["id"]
+        assert answer == expected
+    assert used.count("encode") == len(bodies)
 
 
 def test_raw_scores(http):

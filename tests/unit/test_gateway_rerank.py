@@ -503,6 +503,8 @@ def test_errors_of_an_embedder_that_ranks():
     assert answer.json()["usage"]["truncated_tokens"] == 37
     http.client.failure = EngineError("non_finite", "NaN", "input[0]")
     assert error_of(rerank(http), 500)["param"] == "query"
+    http.client.failure = EngineError("unavailable", "it is gone")
+    assert error_of(rerank(http), 503)["param"] is None
 
 
 def test_a_ranker_goes_before_an_embedder():
@@ -534,6 +536,8 @@ def test_failures_of_the_engine(http, kind, status):
     answer = rerank(http)
     assert error_of(answer, status)["param"] == "documents[1]"
     assert ("retry-after" in answer.headers) == (status in (429, 503))
+    http.client.failure = EngineError(kind, "it failed")
+    assert error_of(rerank(http), status)["param"] is None  # no field is at fault
 
 
 def test_priority_deadline_and_id_reach_the_engine():

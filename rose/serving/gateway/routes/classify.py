@@ -15,6 +15,7 @@ from rose.serving.gateway.errors import bad_request
 from rose.serving.gateway.operation import BODY_ERRORS, Call, Operation
 from rose.serving.gateway.pairs import PairRules, PreparedPairs
 from rose.serving.gateway.ranking_schemas import ClassifyAnswer, ClassifyRequest, Prediction
+from rose.serving.gateway.routes.embeddings import ENCODE_IN_THREAD_NUMBERS
 from rose.serving.gateway.routes.ranking import (
     check_count,
     query_prompt,
@@ -47,12 +48,17 @@ async def classify(call: Call[ClassifyRequest]) -> Response:
     answer = await run(call, body, model, work, list(items))
     rows = answer.scores.astype(np.float64)
     chances = probabilities(rows, facts.probabilities)
-    if body.inputs is not None:
-        shown = [_predictions(facts, row) for row in (rows if body.raw_scores else chances)]
-        content: Any = shown if is_list else shown[0]
-    else:
-        content = _answer(call, model.name, facts, work, rows if body.raw_scores else chances)
-    return Response(orjson.dumps(content), media_type="application/json")
+    shown = rows if body.raw_scores else chances
+
+    def encode() -> bytes:
+        if body.inputs is None:
+            return orjson.dumps(_answer(call, model.name, facts, work, shown))
+        texts = [_predictions(facts, row) for row in shown]
+        return orjson.dumps(texts if is_list else texts[0])
+
+    # Labels may be many: thousands for each text.
+    content = await call.in_thread(encode) if shown.size > ENCODE_IN_THREAD_NUMBERS else encode()
+    return Response(content, media_type="application/json")
 
 
 def _rules(body: ClassifyRequest, card: ModelCard, settings: GatewaySettings) -> PairRules:

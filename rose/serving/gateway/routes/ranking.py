@@ -103,8 +103,7 @@ async def run(
             trace=call.exchange.request_id,
         )
     except EngineError as error:
-        failed = from_engine(error)
-        raise failed.renamed(_place(failed.param, places)) from error
+        raise _renamed(from_engine(error), places) from error
     bad = np.flatnonzero(~np.isfinite(answer.scores).all(axis=1))
     if len(bad):
         place = places[bad[0]]
@@ -257,17 +256,17 @@ async def _vectors(
     try:
         return await embed(call, request)
     except EngineError as error:
-        failed = from_engine(error)
-        raise failed.renamed(_place(failed.param, places)) from error
+        raise _renamed(from_engine(error), places) from error
     except ApiError as error:
-        raise error.renamed(_place(error.param, places)) from None
+        raise _renamed(error, places) from None
 
 
-def _place(param: str | None, places: list[str]) -> str:
-    """The request's name for what an error calls `input[3]`."""
+def _renamed(error: ApiError, places: list[str]) -> ApiError:
+    """The error with the request's name for what it calls `input[3]`, if it is about a text."""
+    param = error.param
     if param is None or not param.startswith("input["):
-        return param or "input"
-    return places[int(param.removeprefix("input[").partition("]")[0])]
+        return error
+    return error.renamed(places[int(param.removeprefix("input[").partition("]")[0])])
 
 
 def _count(call: Call[Any], model: ServedModel, work: PreparedPairs, answer: ScoreAnswer) -> None:
