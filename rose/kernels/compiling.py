@@ -54,9 +54,17 @@ def find_compiler() -> str:
 
 
 def cache_folder() -> Path:
-    """Return where builds are kept: $XDG_CACHE_HOME/rose or ~/.cache/rose."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "rose"
+    """Return where builds are kept: $XDG_CACHE_HOME/rose or ~/.cache/rose.
+
+    Raises:
+        BuildError: the user has no home folder, as in some containers.
+    """
+    if root := os.environ.get("XDG_CACHE_HOME"):
+        return Path(root) / "rose"
+    try:
+        return Path.home() / ".cache" / "rose"
+    except RuntimeError as error:
+        raise BuildError(f"there is no folder to keep a build in: {error}") from error
 
 
 def _key(command: Sequence[str], folder: Path) -> str:

@@ -56,6 +56,16 @@ def test_a_build_is_kept(compiler, tiny: Path):
     assert answers(path)
 
 
+def test_without_a_home_folder_torch_serves(fresh: Path, monkeypatch, caplog):
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.setenv("CXX", "true")
+    assert_torch_serves(caplog, "home directory")
+
+
 @pytest.mark.parametrize("damage", ["empty", "cut", "garbage", "no digest"])
 def test_a_damaged_build_is_made_again(compiler, tiny: Path, damage: str):
     path = build("generic")

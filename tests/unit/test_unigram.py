@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers, processor
 
 from rose.kernels.compiling import BuildError, find_compiler
 from rose.models.card import TokenizerCard
+from rose.serving.cli import main
 from rose.serving.gateway.tokenization import TextError, Tokenizer
 from rose.serving.gateway.unigram import checked
 from rose.serving.gateway.unigram import encoder as unigram_encoder
@@ -288,6 +289,13 @@ def test_an_unknown_switch(fresh):
     fresh.setenv(SWITCH, "maybe")
     with pytest.raises(ValueError, match=f"{SWITCH}='maybe'"):
         load_library()
+
+
+def test_a_gateway_does_not_start_with_an_unknown_switch(fresh, capsys):
+    fresh.setenv(SWITCH, "maybe")
+    with pytest.raises(SystemExit, match="1"):
+        main(["gateway", "--engine", "ipc:///no/engine"])
+    assert f"error: {SWITCH}='maybe'" in capsys.readouterr().err
 
 
 def test_an_encoder_that_disagrees_is_not_used(monkeypatch, caplog):

@@ -45,6 +45,7 @@ def gateway(
     from rose.serving.commands.keys import read_keys
     from rose.serving.curve import read_keys as read_curve_keys
     from rose.serving.gateway.server import Door, run_gateway
+    from rose.serving.gateway.unigram.encoder import is_wanted
     from rose.serving.process import (
         die_with_parent,
         is_open_to_others,
@@ -53,6 +54,7 @@ def gateway(
     )
 
     die_with_parent()
+    is_wanted()  # a wrong setting ends here, and not with the first request
     logs.set_up(f"gateway {worker.partition('/')[0]}" if worker else "gateway")
     raise_file_limit()
     settings = gateway.settings(read_keys(api_key, api_key_file))

@@ -205,15 +205,23 @@ def load_library() -> ctypes.CDLL | None:
     """
     with _lock:
         if not _loaded:
-            _loaded.append(_load(os.environ.get(SWITCH, "on")))
+            _loaded.append(_load() if is_wanted() else None)
     return _loaded[0]
 
 
-def _load(switch: str) -> ctypes.CDLL | None:
+def is_wanted() -> bool:
+    """Say whether ROSE_FAST_UNIGRAM is "on", as it is by default.
+
+    Raises:
+        ValueError: it has an unknown value.
+    """
+    switch = os.environ.get(SWITCH, "on")
     if switch not in ("on", "off"):
         raise ValueError(f"{SWITCH}={switch!r} is neither on nor off")
-    if switch == "off":
-        return None
+    return switch == "on"
+
+
+def _load() -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL(str(compile_folder("unigram", SOURCES, FLAGS)))
         for name, (result, arguments) in _FUNCTIONS.items():
