@@ -86,25 +86,29 @@ def _round(plan: Plan, quantization: str, progress: Progress | None) -> dict[str
     named = name_tensors(open_tensors(plan.core), wanted_parts(module), plan.architecture.fused)
     if plan.tie_embeddings:
         share_stored_embedding(named)
-    matrices = {named.names[name] for name in _matrices(plan, module.modules(), named)}
+    kinds = {named.names[name]: quantization for name in _matrices(module.modules(), named)}
+    if "generate" in plan.tasks:
+        kinds[named.names[_head(plan, named)]] = "int8"  # as `CausalLM` wants it
     stored, everything = {}, list(named.tensors)
     for done, name in enumerate(everything):
         if progress is not None:
             progress(done, len(everything), name)
         tensor = named.tensors.get(name)
-        parts = store(name, tensor, quantization) if name in matrices else {name: tensor}
+        parts = store(name, tensor, kinds[name]) if name in kinds else {name: tensor}
         stored.update({key: value.contiguous().clone() for key, value in parts.items()})
     return stored
 
 
-def _matrices(plan: Plan, modules: Iterator[object], named: NamedTensors) -> Iterator[str]:
+def _matrices(modules: Iterator[object], named: NamedTensors) -> Iterator[str]:
     """Yield the model's names of what its projections are filled from."""
     for module in modules:
         if isinstance(module, Projection):
             for part in module.slots["weight"]:
                 yield named.rows[part.name].whole if part.name in named.rows else part.name
-    if "generate" in plan.tasks:
-        head, _ = head_tensor(named, tied=plan.tie_embeddings)
-        if head is None:
-            raise CheckpointError(f"{plan.core.path}: there is no LM head")
-        yield head
+
+
+def _head(plan: Plan, named: NamedTensors) -> str:
+    head, _ = head_tensor(named, tied=plan.tie_embeddings)
+    if head is None:
+        raise CheckpointError(f"{plan.core.path}: there is no LM head")
+    return head

@@ -25,6 +25,7 @@ class CausalLM(nn.Module):
         self.backbone = backbone
         self.logit_cap = logit_cap
         self.lm_head = Linear("lm_head", backbone.hidden_size, backbone.vocab_size, bias=False)
+        self.lm_head.needs_bytes = True  # and with it the token embedding, where both are one
 
     def forward(self, batch: "TokenBatch") -> Tensor:
         """Return hidden states [T, C] of packed tokens."""

@@ -68,11 +68,13 @@ def known_activation(name: str) -> str:
 class Projection(WeightedModule):
     """act(x W^T + b), or act(gate) * up.
 
-    Once it is prepared `op` computes it, and `weight` is None.
+    Once it is prepared `op` computes it, and `weight` is None. Where `needs_bytes` is set, weights
+    are rounded to 8 bits also where others are to 4.
     """
 
     weight: Tensor
     bias: Tensor | None
+    needs_bytes = False
 
     def __init__(
         self,
@@ -114,6 +116,8 @@ class Projection(WeightedModule):
 
     def prepare(self, quantization: str | None = None) -> LinearOp:
         """Hand the weight over to `op`, which may hold it in another form, so there is one copy."""
+        if quantization == "int4" and self.needs_bytes:
+            quantization = "int8"
         op = make_linear(
             self.weight,
             self.bias,

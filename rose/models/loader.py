@@ -104,7 +104,7 @@ def load(
     module = build_backbone(plan)
     tensors = open_tensors(plan.core)
     if plan.quantization is not None:
-        combine_codes(tensors, plan.quantization)
+        combine_codes(tensors)
     named = name_tensors(tensors, wanted_parts(module), plan.architecture.fused)
     if plan.tie_embeddings:
         share_stored_embedding(named)

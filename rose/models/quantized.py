@@ -96,8 +96,8 @@ def read_quantization(values: "Mapping[str, Any]", file: str) -> str | None:
     return str(kind)
 
 
-def plain_shape(name: str, shape: "tuple[int, ...]", quantization: str | None) -> "tuple[int, ...]":
+def plain_shape(name: str, shape: "tuple[int, ...]", dtype: str) -> "tuple[int, ...]":
     """Return the shape that a stored tensor has once it is read: two codes of 4 bits are a byte."""
-    if quantization == "int4" and name.endswith(CODES):
+    if dtype == "U8" and name.endswith(CODES):
         return (*shape[:-1], 2 * shape[-1])
     return shape

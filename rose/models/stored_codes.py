@@ -29,7 +29,7 @@ def store(name: str, weight_OI: Tensor, quantization: str) -> dict[str, Tensor]:
     return {name + CODES: codes.contiguous(), name + SCALES: rounded.scales.bfloat16()}
 
 
-def combine_codes(tensors: CheckpointTensors, quantization: str) -> None:
+def combine_codes(tensors: CheckpointTensors) -> None:
     """Let every matrix that is stored as codes be found under its own name, in float32.
 
     Raises:
@@ -39,16 +39,16 @@ def combine_codes(tensors: CheckpointTensors, quantization: str) -> None:
         name = stored.removesuffix(CODES)
 
         def read(codes: Tensor, scales: Tensor, name: str = name) -> Tensor:
-            return _read(name, codes, scales, BITS[quantization])
+            return _read(name, codes, scales)
 
         tensors.combine(name, (stored, name + SCALES), read)
 
 
-def _read(name: str, codes: Tensor, scales_OG: Tensor, bits: int) -> Tensor:
-    wanted = torch.int8 if bits == 8 else torch.uint8
-    if codes.dtype != wanted or scales_OG.dtype != torch.bfloat16 or codes.dim() != 2:
+def _read(name: str, codes: Tensor, scales_OG: Tensor) -> Tensor:
+    bits = {torch.int8: 8, torch.uint8: 4}.get(codes.dtype)
+    if bits is None or scales_OG.dtype != torch.bfloat16 or codes.dim() != 2:
         raise CheckpointError(
-            f"tensor {name + CODES!r}: a matrix of {wanted} with scales of bfloat16 is expected, "
+            f"tensor {name + CODES!r}: int8 or uint8 with scales of bfloat16 is expected, "
             f"found {codes.dim()} dimensions of {codes.dtype} with {scales_OG.dtype}"
         )
     if bits == 4:

@@ -75,7 +75,7 @@ def check_headers(plan: "Plan") -> None:
     if not headers:
         return
     _check_layers(plan, headers)
-    shapes = {plain_shape(header.name, header.shape, plan.quantization) for header in headers}
+    shapes = {plain_shape(header.name, header.shape, header.dtype) for header in headers}
     config = plan.config
     wanted = {"token embedding (vocab_size, hidden_size)": (config.vocab_size, config.hidden_size)}
     if config.learned_positions:
