@@ -1,7 +1,7 @@
 """The Llama family: pre-norm decoders with a gated MLP, causal or bidirectional.
 
 Llama, Mistral, Phi-3, Qwen2, Qwen3 and the first Gemma are values of `DecoderConfig`; Gemma 2 and
-3 and Qwen3's mixture of experts have layers of their own.
+3, OLMo 2 and Qwen3's mixture of experts have layers of their own.
 
 Shape letters: T tokens of the batch, C channels, I intermediate size, H query heads, K key/value
 heads, D head size, R rotary channels.
@@ -85,15 +85,22 @@ class DecoderModel(nn.Module):
 class DecoderLayer(FusableLayer):
     """Attention and MLP, each behind a norm. The residual addition is part of the next norm."""
 
+    norm_names = ("input_layernorm", "post_attention_layernorm")  # attention's and the MLP's
+
     def __init__(self, config: "DecoderConfig", index: int) -> None:
         """Declare the weights of layer `index`."""
         super().__init__()
         name, size = f"layers.{index}", config.hidden_size
-        self.attention_norm = make_norm(f"{name}.input_layernorm", size, config)
-        self.attention = DecoderAttention(config, index)
-        self.mlp_norm = make_norm(f"{name}.post_attention_layernorm", size, config)
+        attention_norm, mlp_norm = self.norm_names
+        self.attention_norm = make_norm(f"{name}.{attention_norm}", size, config)
+        self.attention = self.make_attention(config, index)
+        self.mlp_norm = make_norm(f"{name}.{mlp_norm}", size, config)
         self.mlp = self.make_mlp(config, index)
         self.block: DecoderBlock | None = None
+
+    def make_attention(self, config: "DecoderConfig", index: int) -> "DecoderAttention":
+        """Declare the weights of attention."""
+        return DecoderAttention(config, index)
 
     def make_mlp(self, config: "DecoderConfig", index: int) -> nn.Module:
         """Declare the weights that follow attention."""
@@ -161,10 +168,14 @@ class DecoderAttention(nn.Module):
     def forward(self, x_TC: Tensor, rotation: Rotation, attention: "AttentionBatch") -> Tensor:
         """Return [T, C]."""
         dim = self.spec.head_dim
-        q_THD, k_TKD, v_TKD = (part.unflatten(1, (-1, dim)) for part in self.qkv.split(x_TC))
+        q_THD, k_TKD, v_TKD = (part.unflatten(1, (-1, dim)) for part in self.project(x_TC))
         norms = self.head_norms()
         out_THD = attend_heads(q_THD, k_TKD, v_TKD, rotation, norms, attention, self.spec)
         return self.output(out_THD.flatten(1))
+
+    def project(self, x_TC: Tensor) -> tuple[Tensor, ...]:
+        """Return queries, keys and values before the split into heads, [T, heads times D] each."""
+        return self.qkv.split(x_TC)
 
     def head_norms(self) -> HeadNorms | None:
         """Return the norms of queries and keys, if there are any."""

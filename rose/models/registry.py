@@ -18,6 +18,7 @@ ARCHITECTURES: Registry[Architecture] = Registry(
         "modernbert": "rose.models.modernbert_config:MODERNBERT",
         "mpnet": "rose.models.mpnet_config:MPNET",
         "nomic_bert": "rose.models.nomic_bert_config:NOMIC_BERT",
+        "olmo2": "rose.models.olmo2_config:OLMO2",
         "phi3": "rose.models.decoder_config:PHI3",
         "qwen2": "rose.models.decoder_config:QWEN2",
         "qwen3": "rose.models.decoder_config:QWEN3",

@@ -14,7 +14,7 @@ from rose.runtime.kv_cache import PageKey
 from rose.runtime.options import SamplingParams
 from rose.runtime.worker import DeviceWorker
 from tests.generation_rig import Rig
-from tests.tiny import save_decoder
+from tests.tiny import DECODERS, save_decoder
 
 VOCAB, EOS, NEW = 70, 0, 24
 SMOLLM = Path(__file__).parents[2] / ".models" / "SmolLM2-135M-Instruct"
@@ -85,6 +85,15 @@ def test_greedy_tokens_equal_transformers_under_page_pressure(pair, greedy, work
     outputs = rig.run([(prompt, GREEDY) for prompt in PROMPTS])
     assert [output.tokens for output in outputs] == greedy
     assert rig.loop.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("kind", list(DECODERS))
+def test_greedy_tokens_of_every_decoder_equal_transformers(tmp_path, worker, kind):
+    folder = save_decoder(tmp_path, kind)
+    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    rig = Rig(load(folder, dtype="float32").lm, worker, step_tokens=16, eos_ids=[EOS])
+    outputs = rig.run([(prompt, GREEDY) for prompt in PROMPTS])
+    assert [output.tokens for output in outputs] == [oracle_greedy(oracle, p) for p in PROMPTS]
 
 
 def test_repetition_penalty_equals_transformers(pair, worker):

@@ -76,6 +76,8 @@ def test_half_precision_checkpoints(tmp_path, kind, dtype):
         ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
         ("gemma2", {"layer_types": [FULL, FULL, SLIDING], "hidden_activation": "relu"}),
         ("gemma3_text", {"layer_types": [SLIDING] * 3, "query_pre_attn_scalar": 16}),
+        ("olmo2", {"num_key_value_heads": None, "attention_bias": True, "hidden_act": "gelu"}),
+        ("olmo2", {"num_key_value_heads": 1, "rms_norm_eps": 1e-2}),
         ("qwen3_moe", {"norm_topk_prob": True, "num_experts_per_tok": 3, "mlp_only_layers": []}),
         ("qwen3_moe", {"decoder_sparse_step": 2, "num_experts": 4, "attention_bias": True}),
         ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 4, "hidden_act": "gelu"}),
