@@ -132,7 +132,9 @@ class Lines:
             for raw in file:
                 self.number += 1
                 self.consumed += len(raw)
-                yield self._decode(raw.removeprefix(codecs.BOM_UTF8) if self.number == 1 else raw)
+                line = raw.removeprefix(codecs.BOM_UTF8) if self.number == 1 else raw
+                if line:  # a mark alone is no line
+                    yield self._decode(line)
 
     def _open(self) -> contextlib.AbstractContextManager[BinaryIO]:
         if self._path == STANDARD_INPUT:
