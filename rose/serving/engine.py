@@ -1,4 +1,4 @@
-"""The engine process: one model, its runtimes, and the socket that requests come in by.
+"""The engine: one model, its runtimes, and the socket that requests come in by.
 
 One asyncio loop receives, admits and answers; the model runs on the runtime's own thread. Nothing
 that is sent waits: a client that does not read is dropped instead.
@@ -18,16 +18,14 @@ import zmq
 import zmq.asyncio
 from msgspec.structs import replace
 
-from rose.runtime.build import ModelOptions, ServedModel, build
+from rose.runtime.build import ServedModel
 from rose.runtime.errors import NonFiniteError, RequestError
-from rose.runtime.queue import EmbedJob
-from rose.runtime.spans import Spans
 from rose.serving import protocol, tracing
-from rose.serving.curve import Doorkeeper, Keys
 from rose.serving.embed_service import EmbedService, FinishedEmbed, OverloadedError
 from rose.serving.generate_service import GenerateService, Key
 from rose.serving.graph_grids import graph_counts, graph_grids
-from rose.serving.process import beat, stop_event
+from rose.serving.jobs import read_embed_job, read_job
+from rose.serving.process import beat
 from rose.serving.protocol import (
     PROTOCOL_VERSION,
     Cancel,
@@ -50,13 +48,7 @@ from rose.serving.protocol import (
     Welcome,
 )
 from rose.serving.score_service import ScoreService
-from rose.serving.transport import (
-    bind_router,
-    bound_address,
-    received,
-    send_now,
-    takes_keys,
-)
+from rose.serving.transport import received, send_now
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +57,6 @@ SILENT_CHECKS = 3  # in a row, and a client's work is dropped
 STEP_CHECK_S = 10.0
 STEP_LIMIT_S = 600.0  # as long as a request may take by default
 DRAIN_LIMIT_S = 60.0
-LAST_WORDS_MS = 2000  # time for the last answers to leave the socket
 
 
 class DrainingError(RuntimeError):
@@ -245,14 +236,14 @@ class EngineServer:
     def _admit_embedding(
         self, identity: bytes, request: EmbedRequest, frames: list[bytes]
     ) -> Callable[[], None]:
-        job = _read_embed_job(request, frames)
+        job = read_embed_job(request, frames)
         self._embed.submit(job, request.options, partial(self._answer, identity, request))
         return partial(self._embed.cancel, job)
 
     def _admit_scoring(
         self, identity: bytes, request: ScoreRequest, frames: list[bytes]
     ) -> Callable[[], None]:
-        job = _read_job(request, frames, optional=1)
+        job = read_job(request, frames, optional=1)
         self._score.submit_texts(job, partial(self._answer, identity, request))
         return partial(self._score.cancel, job)
 
@@ -396,50 +387,6 @@ class EngineServer:
         return replace(stats, **numbers)
 
 
-def run_engine(options: ModelOptions, address: str, keys: Keys | None = None) -> None:
-    """Load a model, serve it at `address`, and return once a signal asked to stop.
-
-    Clients can connect from the start; they are welcomed once the model is loaded. With keys only
-    gateways that have theirs may.
-
-    Raises:
-        ValueError: the model, an option or the address cannot be used.
-        EngineFailedError: the engine cannot go on.
-    """
-    context = zmq.asyncio.Context()
-    doors: list[Doorkeeper] = []
-
-    def guard(socket: "zmq.asyncio.Socket") -> None:
-        assert keys is not None
-        doors.append(Doorkeeper(context, socket, keys))
-
-    socket = bind_router(context, address, guard if keys and takes_keys(address) else None)
-    try:
-        served = build(options)
-        asyncio.run(_serve(served, socket, doors))
-        served.close()  # not after a failure: it would wait for a step that may hang
-    finally:
-        context.destroy(linger=0)
-
-
-async def _serve(
-    served: ServedModel, socket: "zmq.asyncio.Socket", doors: Sequence[Doorkeeper]
-) -> None:
-    stop = stop_event()
-    guarding = [asyncio.create_task(door.run()) for door in doors]
-    try:
-        log.info("ready at %s", bound_address(socket))
-        await EngineServer(socket, served).run(stop)
-    finally:
-        for task in guarding:
-            task.cancel()
-        await asyncio.gather(*guarding, return_exceptions=True)
-        for door in doors:
-            door.close()
-        socket.close(linger=LAST_WORDS_MS)
-    log.info("stopped")
-
-
 _KINDS: tuple[tuple[type[Exception], FailureKind], ...] = (
     (RequestError, "bad_request"),
     (OverloadedError, "overloaded"),
@@ -453,36 +400,3 @@ def _failure(request_id: int, error: Exception) -> Failure:
     field = error.field if isinstance(error, RequestError | NonFiniteError) else None
     message = str(error).encode(errors="replace").decode()  # half a surrogate pair cannot be sent
     return Failure(request_id=request_id, kind=kind, message=message, field=field)
-
-
-def _read_embed_job(request: EmbedRequest, frames: list[bytes]) -> EmbedJob:
-    job = _read_job(request, frames[:2], pool_from=request.pool_from)
-    spans = _read_spans(request, job, frames[2:])
-    if spans is None:
-        return job
-    return EmbedJob(job.ids, job.lengths, job.pool_from, job.priority, spans=spans)
-
-
-def _read_spans(request: EmbedRequest, job: EmbedJob, frames: list[bytes]) -> Spans | None:
-    if not frames:
-        fits = len(job) and job.lengths.min() > 0 and job.starts[-1] == len(job.ids)
-        return Spans.tokens(job.lengths, request.per_token) if request.per_token and fits else None
-    if len(frames) != 2 or request.per_token or len(frames[0]) % 4 or len(frames[1]) % 8:
-        raise RequestError("expected two more frames of int32: spans per text, pairs of bounds")
-    counts, bounds = (np.frombuffer(frame, np.int32) for frame in frames)
-    return Spans(counts, bounds.reshape(-1, 2))
-
-
-def _read_job(
-    request: EmbedRequest | ScoreRequest,
-    frames: list[bytes],
-    *,
-    pool_from: int = 0,
-    optional: int = 0,
-) -> EmbedJob:
-    if not 2 <= len(frames) <= 2 + optional or any(len(frame) % 4 for frame in frames):
-        raise RequestError("expected frames of int32: lengths and ids")
-    lengths, ids, *segments = (np.frombuffer(frame, np.int32) for frame in frames)
-    job = EmbedJob(ids, lengths, pool_from, request.priority)
-    job.segments = segments[0] if segments else None
-    return job

@@ -13,7 +13,7 @@ import zmq.asyncio
 
 from rose.runtime.options import EmbedOptions, SamplingParams
 from rose.serving import engine as engine_module
-from rose.serving import protocol, transport
+from rose.serving import engine_process, protocol, transport
 from rose.serving.client_api import EngineError
 from rose.serving.engine import EngineFailedError, EngineServer
 from rose.serving.protocol import Cancel, EmbedRequest, Failure, Hello, Ping, Pong
@@ -250,11 +250,11 @@ def test_the_last_answer_of_a_drained_engine_arrives_whole(runtime, address, mon
 
     async def scenario():
         stop = asyncio.Event()
-        monkeypatch.setattr(engine_module, "stop_event", lambda: stop)
+        monkeypatch.setattr(engine_process, "stop_event", lambda: stop)
         context = zmq.asyncio.Context()
         socket = transport.bind_router(context, address)
         served = served_by(runtime, tokenizer_json=big)
-        task = asyncio.create_task(engine_module._serve(served, socket))
+        task = asyncio.create_task(engine_process._serve(served, socket))
         async with raw(address) as client:
             await client.send(Hello(protocol.PROTOCOL_VERSION, "raw"))
             await client.send(*embed_message(1, [1]))
@@ -276,16 +276,16 @@ def test_an_engine_that_stops_loses_no_answer_that_it_gave(runtime, address, mon
             super().__init__(*arguments)
             servers.append(self)
 
-    monkeypatch.setattr(engine_module, "EngineServer", NotedServer)
+    monkeypatch.setattr(engine_process, "EngineServer", NotedServer)
 
     async def scenario():
         async with connected(address) as client:
             for _ in range(10):
                 stop = asyncio.Event()
-                monkeypatch.setattr(engine_module, "stop_event", lambda stop=stop: stop)
+                monkeypatch.setattr(engine_process, "stop_event", lambda stop=stop: stop)
                 context = zmq.asyncio.Context()
                 socket = transport.bind_router(context, address)
-                task = asyncio.create_task(engine_module._serve(served_by(runtime), socket))
+                task = asyncio.create_task(engine_process._serve(served_by(runtime), socket))
                 await until(lambda: client.ready)
                 runtime.gate.clear()
                 asked = [

@@ -27,7 +27,7 @@ def engine(
 ) -> None:
     """Run one engine alone; a gateway connects to the address that it binds."""
     from rose.serving.curve import read_keys
-    from rose.serving.engine import run_engine
+    from rose.serving.engine_process import run_engine
     from rose.serving.process import die_with_parent
 
     die_with_parent()
