@@ -501,6 +501,7 @@ def test_errors_of_an_embedder_that_ranks():
     answer = rerank(http, documents=[LONG], max_tokens_per_doc=5)
     assert len(http.client.calls[-1]["ids"][0]) == 5
     assert answer.json()["usage"]["truncated_tokens"] == 37
+    assert error_of(rerank(http, max_tokens_per_doc=2))["param"] == "max_tokens_per_doc"
     http.client.failure = EngineError("non_finite", "NaN", "input[0]")
     assert error_of(rerank(http), 500)["param"] == "query"
     http.client.failure = EngineError("unavailable", "it is gone")

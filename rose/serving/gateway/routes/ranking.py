@@ -225,10 +225,15 @@ async def _by_cosine(
             raise bad_request(message, name)
     asked = await _vectors(call, body, model, queries, is_query=True)
     found = await _vectors(call, body, model, documents, is_query=False)
-    pairs = (done.answer.vectors.astype(np.float64) for done in (asked, found))
-    cosines = np.clip(np.multiply(*pairs).sum(axis=1), -1, 1)
+    cosines = await call.in_thread(_cosines, asked.answer.vectors, found.answer.vectors)
     truncated = asked.work.truncated + found.work.truncated
     return Scored(model.name, cosines, cosines, usage_of(asked.tokens + found.tokens, truncated))
+
+
+def _cosines(asked: npt.NDArray[Any], found: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """The cosines of unit vectors: queries [N, D], or one for all [1, D], and documents [N, D]."""
+    products = asked.astype(np.float64) * found.astype(np.float64)
+    return np.clip(products.sum(axis=1), -1, 1)
 
 
 async def _vectors(
@@ -253,11 +258,14 @@ async def _vectors(
         request.truncate = None
         request.truncate_prompt_tokens = min(body.max_tokens_per_doc, limit.tokens)
     places = list(texts)
+    cut_by_document = not is_query and body.max_tokens_per_doc is not None
     try:
         return await embed(call, request)
     except EngineError as error:
         raise _renamed(from_engine(error), places) from error
     except ApiError as error:
+        if cut_by_document and error.param == "truncate_prompt_tokens":
+            raise error.renamed("max_tokens_per_doc") from None
         raise _renamed(error, places) from None
 
 
