@@ -268,6 +268,8 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
         {"messages": [{"role": "user", "content": "What is the capital of France?"}]},
     ),
     "embed": ("/v1/embeddings", {"input": "a red kite over the hill"}),
+    "score": ("/v1/rerank", {"query": "a bird of prey", "documents": ["a red kite", "a cup"]}),
+    "classify": ("/v1/classify", {"input": "a red kite over the hill"}),
 }
 
 

@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import msgspec
@@ -11,7 +12,9 @@ import pytest
 from starlette.routing import Route
 
 from rose.serving.gateway.auth import Keys
+from rose.serving.gateway.errors import ApiError
 from rose.serving.gateway.metrics import CONTENT_TYPE
+from rose.serving.gateway.models import ModelTable
 from rose.serving.gateway.routes import OPERATIONS
 from tests.unit.gateway_stub import Http, StubClient, card, error_of
 
@@ -480,3 +483,31 @@ def test_lifespan_ends_the_threads(http):
     asyncio.run(run())
     with pytest.raises(RuntimeError):
         http.app.state.gateway.pool.submit(print)
+
+
+# Tokenizers
+
+
+def test_tokenizers_are_loaded_before_they_are_needed(monkeypatch):
+    sound, broken = StubClient(), StubClient(card("broken"), source=b"{")
+    late = StubClient(card("late"))
+    late_card, late.card = late.card, None
+    table = ModelTable({"sound": sound, "broken": broken, "late": late})
+    monkeypatch.setattr("rose.serving.gateway.models.LOOK_S", 0.01)
+
+    async def scenario():
+        with ThreadPoolExecutor(1) as pool:
+            loading = asyncio.create_task(table.keep_loaded(pool))
+            await until(lambda: table.named("sound")._loaded)
+            late.card = late_card
+            await until(lambda: table.named("late")._loaded)
+            loading.cancel()
+            with pytest.raises(ApiError, match=r"tokenizer\.json"):
+                await table.named("broken").tokenizer(pool)
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.01)

@@ -15,6 +15,7 @@ from rose.runtime.build import ModelOptions
 from rose.serving import cli
 from rose.serving.commands.flags import EngineFlags, GatewayFlags, LogFlags, as_options
 from rose.serving.commands.keys import read_keys
+from rose.serving.commands.options import parse_size
 from rose.serving.gateway.settings import GatewaySettings
 from rose.serving.process import set_up_logging
 
@@ -309,3 +310,9 @@ def test_help_of_the_server_imports_nothing_that_takes_time():
         [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=True
     )
     assert done.stdout.splitlines()[-1] == "False False"
+
+
+@pytest.mark.parametrize("text", ["9" * 400, "20000000TB", "-1", "1.5.2GB", ""])
+def test_a_size_that_no_machine_has_is_refused(text):
+    with pytest.raises(ValueError, match="size|more than any machine has"):
+        parse_size(text)

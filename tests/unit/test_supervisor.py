@@ -249,8 +249,15 @@ def test_the_example_is_one_for_the_first_model(tree):
     assert running.stop() == 0
 
 
+def test_a_ranker_has_an_example_too(tree):
+    running = tree(TASKS='["score"]').serving()
+    command = shlex.split(running.wait_for(r"\n  (curl .*)\n"))
+    assert command[1].endswith("/v1/rerank")
+    assert running.stop() == 0
+
+
 def test_without_a_known_task_there_is_no_example(tree):
-    running = tree(TASKS='["classify"]').serving()
+    running = tree(TASKS='["dream"]').serving()
     running.stop()
     assert "curl" not in running.output.read_text()
 

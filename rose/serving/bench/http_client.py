@@ -49,8 +49,8 @@ class HttpClient:
         )
         self._connection = kind(parts.hostname, parts.port, timeout=TIMEOUT_S)
         self._headers = {"Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        if api_key and (keys := api_key.split()):  # the server may know several; one is enough
+            self._headers["Authorization"] = f"Bearer {keys[0]}"
 
     def close(self) -> None:
         """Close the connection."""
@@ -79,6 +79,8 @@ class HttpClient:
                 if choice.get("text"):
                     out.text += choice["text"]
                     out.times.append(time.perf_counter())
+        if not out.times:
+            raise BenchError(f"{self._url}: a stream brought no text")
         return out
 
     def _ask(self, method: str, path: str, body: bytes | None) -> http.client.HTTPResponse:

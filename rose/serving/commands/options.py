@@ -155,7 +155,10 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
     if match is None:
         raise ValueError(f"{text!r} is no size; write it like 512MiB or 2GB")
-    return int(float(match[1]) * _UNITS[match[2] or ""])
+    size = float(match[1]) * _UNITS[match[2] or ""]
+    if size >= 2**63:
+        raise ValueError(f"{text[:50]!r} is more than any machine has")
+    return int(size)
 
 
 def parse_tasks(text: str | None) -> tuple[str, ...]:

@@ -48,7 +48,10 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        loading = asyncio.create_task(table.keep_loaded(gateway.pool))
         yield
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
         gateway.close()
 
     app = Starlette(

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from rose.models.card import EmbeddingCard, ModelCard, ScoringCard, Task
@@ -10,6 +11,8 @@ from rose.serving.client_api import EngineClient
 from rose.serving.gateway.errors import ApiError, bad_request
 from rose.serving.gateway.schemas import ModelInfo
 from rose.serving.gateway.tokenization import TokenizationError, Tokenizer
+
+LOOK_S = 0.5  # between looks for engines that have come
 
 
 @dataclass
@@ -103,6 +106,21 @@ class ModelTable:
     def add(self, name: str, client: EngineClient) -> None:
         """Serves one more model."""
         self._models[name] = ServedModel(name, client)
+
+    async def keep_loaded(self, pool: Executor) -> None:
+        """Load the tokenizer of each model once its engine is there, until cancelled.
+
+        So that no request has to wait for it; what is wrong with it is told to those that need it.
+        """
+        seen: dict[str, str] = {}
+        while True:
+            for model in list(self):
+                card = model.client.card
+                if card is not None and seen.get(model.name) != card.fingerprint:
+                    seen[model.name] = card.fingerprint
+                    with suppress(ApiError):
+                        await model.tokenizer(pool)
+            await asyncio.sleep(LOOK_S)
 
     def unready_reasons(self) -> list[str]:
         """Why not every model takes work; empty if all do."""
