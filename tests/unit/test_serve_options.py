@@ -314,5 +314,5 @@ def test_help_of_the_server_imports_nothing_that_takes_time():
 
 @pytest.mark.parametrize("text", ["9" * 400, "20000000TB", "-1", "1.5.2GB", ""])
 def test_a_size_that_no_machine_has_is_refused(text):
-    with pytest.raises(ValueError, match="size|more than any machine has"):
+    with pytest.raises(ValueError, match=r"size|more than any machine has"):
         parse_size(text)
