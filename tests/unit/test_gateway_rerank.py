@@ -496,8 +496,10 @@ def test_errors_of_an_embedder_that_ranks():
     http = serve(embedder(), rank_by_cosine=True)
     assert error_of(rerank(http, documents=["a", LONG]))["param"] == "documents[1]"
     assert error_of(rerank(http, query=LONG))["param"] == "query"
-    for name, value in (("instruction", "x"), ("truncation_strategy", "only_second")):
+    unfit = {"instruction": "x", "truncation_strategy": "only_second", "max_chunks_per_doc": 0}
+    for name, value in unfit.items():
         assert error_of(rerank(http, **{name: value}))["param"] == name
+    assert rerank(http, truncation_strategy="longest_first").status_code == 200
     answer = rerank(http, documents=[LONG], max_tokens_per_doc=5)
     assert len(http.client.calls[-1]["ids"][0]) == 5
     assert answer.json()["usage"]["truncated_tokens"] == 37

@@ -6,6 +6,7 @@ its numbers, so that whoever is asked by a client can answer for all.
 
 import asyncio
 import contextlib
+import re
 import socket
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -82,6 +83,9 @@ class Workers:
         finally:
             writer.close()
         first, _, body = answer.partition(b"\r\n\r\n")
+        length = re.search(rb"\r\ncontent-length: *(\d+)", first.lower())
+        if length is None or len(body) != int(length[1]):
+            raise ConnectionError("the worker ended while it answered")
         return Reply(int(first.split()[1]), body)
 
     def _path(self, number: int) -> Path:

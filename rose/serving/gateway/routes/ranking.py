@@ -219,8 +219,13 @@ async def _by_cosine(
     call: Call[Any], body: PairRequest, model: ServedModel, queries: Places, documents: Places
 ) -> Scored:
     """Scores pairs by the cosine of their vectors, with the embedder's prompts for both."""
-    for name in ("instruction", "truncation_strategy", "max_chunks_per_doc"):
-        if getattr(body, name):
+    unfit = {
+        "instruction": bool(body.instruction),
+        "truncation_strategy": body.truncation_strategy == "only_second",
+        "max_chunks_per_doc": body.max_chunks_per_doc not in (None, 1),
+    }
+    for name, is_unfit in unfit.items():
+        if is_unfit:
             message = f"'{name}' does not go with '{model.name}', which ranks by cosine."
             raise bad_request(message, name)
     asked = await _vectors(call, body, model, queries, is_query=True)
