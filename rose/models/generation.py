@@ -1,12 +1,25 @@
 """What a checkpoint says about generating text. Free of torch."""
 
-from typing import Any
+import math
+from typing import Any, TypeVar
 
 from rose.models.card import GenerationCard
 from rose.models.config import CONFIG_FILE, CheckpointFolder, ConfigReader
 from rose.models.errors import CheckpointError
 
+N = TypeVar("N", int, float)
+
 GENERATION_CONFIG = "generation_config.json"
+
+# Beyond these, numbers that requests fall back to would make every answer fail.
+_RANGES = {
+    "temperature": (0.0, math.inf),
+    "top_k": (-1, math.inf),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),  # as in requests
+}
+SAMPLING = tuple(_RANGES)
 
 
 def read_generation_card(folder: CheckpointFolder) -> GenerationCard:
@@ -15,7 +28,7 @@ def read_generation_card(folder: CheckpointFolder) -> GenerationCard:
     `do_sample: false` is a temperature of 0.
 
     Raises:
-        CheckpointError: a value is malformed.
+        CheckpointError: a value is malformed or out of range.
     """
     own = folder.json(GENERATION_CONFIG) or {}
     config = folder.json(CONFIG_FILE) or {}
@@ -26,12 +39,21 @@ def read_generation_card(folder: CheckpointFolder) -> GenerationCard:
     return GenerationCard(
         eos_token_ids=_token_ids(folder, own, config, "eos_token_id"),
         bos_token_id=next(iter(_token_ids(folder, own, config, "bos_token_id")), None),
-        temperature=0.0 if is_greedy else reader.optional("temperature", float),
-        top_k=reader.optional("top_k", int),
-        top_p=reader.optional("top_p", float),
-        min_p=reader.optional("min_p", float),
-        repetition_penalty=reader.optional("repetition_penalty", float),
+        temperature=0.0 if is_greedy else _number(reader, "temperature", float),
+        top_k=_number(reader, "top_k", int),
+        top_p=_number(reader, "top_p", float),
+        min_p=_number(reader, "min_p", float),
+        repetition_penalty=_number(reader, "repetition_penalty", float),
     )
+
+
+def _number(reader: ConfigReader, key: str, kind: type[N]) -> N | None:
+    value = reader.optional(key, kind)
+    least, most = _RANGES[key]
+    if value is not None and not least <= value <= most:
+        bound = f"at most {most:g}" if value > most else f"at least {least:g}"
+        raise CheckpointError(f"{reader.where(key)}: must be {bound}, found {value}")
+    return value
 
 
 def _token_ids(

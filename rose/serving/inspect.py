@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rose.models.config import CheckpointFolder, Setting
+from rose.models.config import CONFIG_FILE, CheckpointFolder, Setting
+from rose.models.generation import GENERATION_CONFIG, SAMPLING, read_generation_card
 from rose.models.plan import Plan, plan_checkpoint
 from rose.models.quantized import check_tasks, choose_quantization
 from rose.models.recipe_modules import DenseModule, LayerNormModule
@@ -78,7 +79,7 @@ def inspect_checkpoint(
         dimensions=plan.recipe.dimensions(plan.config.hidden_size) if plan.recipe else None,
         parameters=sum(h.elements for h in headers) if all(f.safetensors for f in files) else None,
         weights=[_weight_file(plan, f, path, headers) for f in files for path in f.paths],
-        settings=[*plan.settings, *_tokenizer_settings(plan)],
+        settings=[*plan.settings, *_generation_settings(plan), *_tokenizer_settings(plan)],
         warnings=plan.warnings,
     )
 
@@ -105,6 +106,23 @@ def _weight_file(
         return WeightFile(name, size, None, None)
     own = [header for header in headers if header.file == path]
     return WeightFile(name, size, len(own), dict(Counter(header.dtype for header in own)))
+
+
+def _generation_settings(plan: Plan) -> list[Setting]:
+    if "generate" not in plan.tasks:
+        return []
+    card, own = read_generation_card(plan.core), plan.core.json(GENERATION_CONFIG) or {}
+    found: dict[str, object] = {
+        "eos_token_id": card.eos_token_ids or None,
+        "bos_token_id": card.bos_token_id,
+    }
+    settings = [
+        Setting(key, value, CONFIG_FILE if own.get(key) is None else GENERATION_CONFIG)
+        for key, value in found.items()
+        if value is not None
+    ]
+    values = ((key, getattr(card, key)) for key in SAMPLING)
+    return settings + [Setting(k, v, GENERATION_CONFIG) for k, v in values if v is not None]
 
 
 def _tokenizer_settings(plan: Plan) -> list[Setting]:

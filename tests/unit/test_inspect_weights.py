@@ -6,7 +6,9 @@ import re
 import pytest
 import torch
 
+from rose.models.errors import CheckpointError
 from rose.serving import cli
+from rose.serving.inspect import inspect_checkpoint
 from tests.tiny import (
     DECODERS,
     ENCODERS,
@@ -92,3 +94,15 @@ def test_inspect_sees_damaged_weights(bert, tmp_path, capsys):
         file.truncate(file.seek(0, 2) - 9)
     assert rose("inspect", path) == 1
     assert "model.safetensors: the file is cut off: it has" in capsys.readouterr().err
+
+
+def test_inspect_shows_how_text_is_generated(tmp_path):
+    folder = save_decoder(tmp_path / "llm", "llama")
+    edit_json(folder / "generation_config.json", eos_token_id=[0, 2], top_p=0.9, temperature=None)
+    settings = {s.name: (s.value, s.source) for s in inspect_checkpoint(str(folder)).settings}
+    assert settings["eos_token_id"] == ((0, 2), "generation_config.json")
+    assert settings["top_p"] == (0.9, "generation_config.json")
+    assert "temperature" not in settings
+    edit_json(folder / "generation_config.json", eos_token_id=..., repetition_penalty=0)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: repetition_penalty"):
+        inspect_checkpoint(str(folder))

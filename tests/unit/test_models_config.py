@@ -539,6 +539,24 @@ def test_generation_settings(folder):
             read_generation_card(CheckpointFolder(folder))
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("temperature", -0.5),
+        ("top_k", -2),
+        ("top_p", 1.5),
+        ("top_p", -0.1),
+        ("min_p", 2),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 1e9),
+    ],
+)
+def test_generation_settings_out_of_range_are_refused(folder, key, value):
+    write(llm(folder) / "generation_config.json", {key: value})
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json: {key}: must be"):
+        read_generation_card(CheckpointFolder(folder))
+
+
 def test_fingerprints_follow_files_and_options(folder, tmp_path):
     def current(**options: object) -> str:
         return fingerprint(plan_checkpoint(folder), options)
