@@ -295,10 +295,13 @@ BAD = [
     ("modalities", ["text", "audio"]),
     ("audio", {"voice": "x"}),
     ("web_search_options", {"a": 1}),
+    ("web_search_options", {}),  # asks for a search with nothing but defaults
     ("guided_json", {"type": "object"}),
     ("use_beam_search", True),
     ("chat_template", "{{ 1 }}"),
     ("truncate_prompt_tokens", 5),
+    ("prompt_logprobs", 0),  # asks for those of the prompt's tokens alone
+    ("chat_template_kwargs", {"parts": True}),
     ("chat_template_kwargs", {"messages": []}),
     ("chat_template_kwargs", [1]),
     ("continue_final_message", True),  # the last message is the user's

@@ -244,6 +244,14 @@ def test_keys_that_are_null_are_left_out():
     assert rendered(source, [message]) == "FalseFalse"
 
 
+def test_an_empty_list_of_tool_calls_is_none_at_all():
+    source = (
+        "{% for m in messages %}{% if 'tool_calls' in m %}"
+        "{{ raise_exception('one call at a time') }}{% endif %}{{ m.content }}{% endfor %}"
+    )
+    assert rendered(source, [{"role": "assistant", "content": "x", "tool_calls": []}]) == "x"
+
+
 @pytest.mark.parametrize(
     ("arguments", "printed"),
     [('{"city": "Oslö"}', "Oslö"), ({"city": "Rom"}, "Rom"), ("", ""), (None, "")],

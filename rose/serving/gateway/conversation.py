@@ -14,7 +14,7 @@ Turn = dict[str, Any]
 
 # What `chat_template_kwargs` cannot set: it has a field of its own, or is not the request's.
 _RESERVED = frozenset(
-    ("card", "messages", "template", "add_generation_prompt", "tools", "documents")
+    ("card", "messages", "template", "parts", "add_generation_prompt", "tools", "documents")
 )
 
 

@@ -111,7 +111,8 @@ def normalise(message: Message, place: str = "message") -> dict[str, Any]:
     """Bring a message into the form that templates expect.
 
     Keys that are null are left out, but `content` is always a text: without it some templates
-    print "None" and others fail. Arguments of tool calls are mappings.
+    print "None" and others fail. So is an empty list of tool calls, which many clients send and
+    some templates refuse. Arguments of tool calls are mappings.
 
     Args:
         message: left as it is.
@@ -122,7 +123,9 @@ def normalise(message: Message, place: str = "message") -> dict[str, Any]:
     """
     kept = {key: value for key, value in message.items() if value is not None}
     kept["content"] = _content(kept.get("content", ""), f"{place}.content")
-    if "tool_calls" in kept:
+    if not kept.get("tool_calls"):
+        kept.pop("tool_calls", None)
+    else:
         calls = enumerate(kept["tool_calls"])
         kept["tool_calls"] = [_tool_call(call, f"{place}.tool_calls[{i}]") for i, call in calls]
     reasoning = next((kept[key] for key in _REASONING if key in kept), None)
