@@ -107,6 +107,28 @@ def test_pieces_joined_are_the_decoded_whole(name, data, skip):
     check_exact(table(name), data.draw(ids_of(name)), skip)
 
 
+@pytest.mark.parametrize("name", BUILDERS)
+@given(data=st.data())
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_what_goes_on_from_a_text_begins_none(name, data):
+    """Where the context ends in a word, context and output put together are the decoded whole."""
+    known = table(name)
+    context = [next(i for w in ("▁fox", "fox", "x", "a") if (i := known.backend.token_to_id(w)))]
+    ids = data.draw(ids_of(name))
+    detokenizer = IncrementalDetokenizer(known, skip_special_tokens=False, context=context)
+    text = detokenizer.push(ids) + detokenizer.finish()
+    whole = known.backend.decode(context + ids, skip_special_tokens=False)
+    assert known.backend.decode(context) + text == whole
+
+
+@pytest.mark.parametrize("context", [[], ["[SEP]"], ["▁"]])
+def test_a_text_begins_where_there_is_none_before(context):
+    known = table("metaspace")
+    ids = [known.backend.token_to_id(token) for token in (*context, "▁fox")]
+    detokenizer = IncrementalDetokenizer(known, context=ids[:-1])
+    assert detokenizer.push(ids[-1:]) == "fox"
+
+
 @given(data=st.data(), skip=st.booleans())
 @settings(max_examples=200, deadline=None)
 def test_runs_of_byte_tokens_are_exact(data, skip):

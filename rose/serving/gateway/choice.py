@@ -12,6 +12,7 @@ from rose.serving.gateway.tokenization import Ids
 from rose.serving.protocol import TokenLogprobs, TokensDelta
 
 LEAST_LOGPROB = -9999.0
+CONTEXT_TOKENS = 8  # of a prompt, to find text in
 
 Finish = Literal["stop", "length"]
 
@@ -63,7 +64,11 @@ class Choice:
         self.finish: Finish | None = None
         self._rules = rules
         self._chars = 0
-        self._detokenizer = IncrementalDetokenizer(table, skip_special_tokens=rules.skip_special)
+        self._detokenizer = IncrementalDetokenizer(
+            table,
+            skip_special_tokens=rules.skip_special,
+            context=ids[-CONTEXT_TOKENS:].tolist() if rules.goes_on else (),
+        )
         self._stops = StopStrings(rules.stops, include=rules.include_stop)
 
     def take(self, delta: TokensDelta, piece: Piece) -> None:

@@ -69,11 +69,19 @@ class IncrementalDetokenizer:
     time per token does not grow with the output.
     """
 
-    def __init__(self, table: TokenTable, *, skip_special_tokens: bool = True) -> None:
-        """Start an output."""
+    def __init__(
+        self,
+        table: TokenTable,
+        *,
+        skip_special_tokens: bool = True,
+        context: Sequence[int] = (),
+    ) -> None:
+        """Start an output; with `context`, ids that it goes on from, in the middle of a text."""
         self._table = table
         self._skip = skip_special_tokens
-        self._stream: _Stream = _ByteStream() if table.is_byte_level else _WindowStream(table)
+        self._stream: _Stream = (
+            _ByteStream() if table.is_byte_level else _WindowStream(table, context)
+        )
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Take ids, give the text that is certain by now."""
@@ -114,11 +122,11 @@ class _WindowStream:
     have text, so that what a decoder does to the start of a text is done to both alike.
     """
 
-    def __init__(self, table: TokenTable) -> None:
+    def __init__(self, table: TokenTable, context: Sequence[int] = ()) -> None:
         self._table = table
-        self._window: list[int] = []
-        self._known = 0
-        self._known_text = ""
+        self._window = _last_words(table, context)
+        self._known = len(self._window)
+        self._known_text = table.decode(self._window) if self._window else ""
 
     def push(self, token_id: int, token: str) -> str:
         self._window.append(token_id)
@@ -141,6 +149,20 @@ class _WindowStream:
         if tail_text:
             self._window, text = tail, tail_text
         self._known, self._known_text = len(self._window), text
+
+
+def _last_words(table: TokenTable, ids: Sequence[int]) -> list[int]:
+    """The end of what an output goes on from: as few ids as have text.
+
+    None after a special token, where a text begins, and none after a byte, whose run may go on.
+    """
+    for start in range(len(ids) - 1, -1, -1):
+        token = table.token(ids[start], skip_special=True)
+        if token is None or (table.has_byte_fallback and token in BYTE_FALLBACK):
+            return []
+        if table.decode(ids[start:]):
+            return list(ids[start:])
+    return []
 
 
 class StopStrings:

@@ -164,6 +164,7 @@ def _completion_wish(body: CompletionRequest, card: ModelCard) -> _Wish:
         raise bad_request(message, "best_of")
     max_tokens = max_tokens_of(body, COMPLETION_TOKENS, 0 if body.echo else 1)
     wish = _wish(body, card, max_tokens, logprobs=body.logprobs)
+    wish = replace(wish, rules=replace(wish.rules, goes_on=True))
     if not body.echo:
         return wish
     sampling = msgspec.structs.replace(wish.sampling, prompt_logprobs=body.logprobs)

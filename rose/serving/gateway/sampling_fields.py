@@ -39,12 +39,15 @@ class TextRules:
         include_stop: Whether what ended it stays in the text.
         skip_special: Whether special tokens are left out.
         min_tokens: So many tokens are not searched for stops.
+        goes_on: Whether it goes on from the prompt's text, and does not begin a text of its own.
+            The decoders of some tokenizers drop a blank at the beginning of a text.
     """
 
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special: bool = True
     min_tokens: int = 0
+    goes_on: bool = False
 
 
 def refuse(body: GenerationRequest, names: Iterable[str] = ()) -> None:
@@ -54,7 +57,7 @@ def refuse(body: GenerationRequest, names: Iterable[str] = ()) -> None:
         ApiError: 400.
     """
     for name in (*_UNSUPPORTED, *names):
-        if getattr(body, name):
+        if _asks(getattr(body, name)):
             raise bad_request(f"'{name}' is not supported.", name)
 
 
@@ -158,6 +161,11 @@ def grammar_of(form: ResponseFormat | None, facts: GenerationCard) -> str | None
         field = "response_format.json_schema.schema"
         raise bad_request(f"'{field}' is missing.", field)
     return json.dumps(form.json_schema.schema, ensure_ascii=False)
+
+
+def _asks(value: object) -> bool:
+    """Whether a value asks for anything: 0 log-probabilities and options left out ({}) do."""
+    return value is not False and value not in (None, "", [])
 
 
 def _first(wanted: float | None, checkpoint: float | None, neutral: float) -> float:
