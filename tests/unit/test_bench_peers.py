@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import time
 
 import numpy as np
@@ -13,8 +14,14 @@ from tools.peers.main import chosen, stored
 from tools.peers.measuring import ENGINES, PEERS, Outcome, compare
 from tools.peers.page import ROSE, ROSE_FROM_TEXT, Ratio, make_report, ratios
 from tools.peers.plots import draw
-from tools.peers.processes import PeerError, Worker
-from tools.peers.turns import FEWEST_TURNS, Measured, orders_of_turns, take_turns
+from tools.peers.processes import OthersWatch, PeerError, Worker
+from tools.peers.turns import (
+    FEWEST_TURNS,
+    Measured,
+    least_disturbed,
+    orders_of_turns,
+    take_turns,
+)
 from tools.peers.workloads import (
     PROMPT,
     WORKLOADS,
@@ -271,3 +278,27 @@ def test_a_worker_that_cannot_start_says_why(tmp_path):
             worker.ask(op="vectors")
     finally:
         worker.close()
+
+
+def test_what_was_disturbed_is_measured_again_and_the_quietest_is_kept():
+    def measuring(*shares):
+        samples = iter([{"seconds": [share], "others": share} for share in shares])
+        return lambda: next(samples)
+
+    assert least_disturbed(measuring(0.05))["others"] == 0.05
+    assert least_disturbed(measuring(0.5, 0.01))["others"] == 0.01
+    assert least_disturbed(measuring(0.5, 0.2, 0.3))["others"] == 0.2
+
+
+def test_others_are_all_but_a_process_and_its_children():
+    with OthersWatch(os.getpid()) as watch:
+        end = time.process_time() + 0.3
+        while time.process_time() < end:
+            pass
+    alone = watch.share
+    with OthersWatch(1 << 30) as watch:  # nobody has this number, so this process is an other
+        end = time.process_time() + 0.3
+        while time.process_time() < end:
+            pass
+    assert 0 <= alone < 1.5
+    assert watch.share > 0.3 / 30 / (os.cpu_count() or 1)  # even if this took 30 s

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tools.peers.environments import Home, last_line
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +37,42 @@ def variables(home: Home, environment: str | None, threads: int) -> dict[str, st
     if environment == "llama":
         found["PYTHONPATH"] += os.pathsep + str(home.llama_source)
         found["LLAMA_CPP_LIB_PATH"] = found["LD_LIBRARY_PATH"] = str(home.llama_bin)
+    return found
+
+
+class OthersWatch:
+    """Watches how much of the machine's cores others use than processes and their children."""
+
+    def __init__(self, *pids: int) -> None:
+        """Watch while the block lasts."""
+        self._pids = pids
+        self.share = 0.0
+
+    def __enter__(self) -> "OthersWatch":
+        self._before = self._times()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        wall, busy, own = (
+            after - before for after, before in zip(self._times(), self._before, strict=True)
+        )
+        self.share = max(0.0, busy - own) / (wall * (os.cpu_count() or 1) + 1e-9)
+
+    def _times(self) -> tuple[float, float, float]:
+        """Seconds: of the clock, of all cores at work, of the processes."""
+        cores = psutil.cpu_times()
+        busy = sum(cores) - cores.idle - cores.iowait - cores.guest - cores.guest_nice
+        return time.monotonic(), busy, sum(map(cpu_seconds, self._pids))
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process and of its children."""
+    found = 0.0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        for process in (root, *root.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += sum(process.cpu_times()[:2])
     return found
 
 
@@ -78,15 +116,20 @@ class Worker:
     def ask(self, **order: Any) -> dict[str, Any]:  # noqa: ANN401
         """Wake the process, give an order, and let it sleep again.
 
+        Returns:
+            its answer, and as "others" the share of the machine's cores that other processes had.
+
         Raises:
             PeerError: it failed or took too long.
         """
         self._signal(signal.SIGCONT)
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(order).encode() + b"\n")
-            self._process.stdin.flush()
-            return self._answer(ANSWER_LIMIT_S)
+            with OthersWatch(self._process.pid) as watch:
+                self._process.stdin.write(json.dumps(order).encode() + b"\n")
+                self._process.stdin.flush()
+                answer = self._answer(ANSWER_LIMIT_S)
+            return answer | {"others": watch.share}
         except OSError as error:
             raise PeerError(self._end_of_log()) from error
         finally:

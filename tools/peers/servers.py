@@ -17,7 +17,7 @@ import psutil
 
 from tools.http_load import measure, post
 from tools.peers.environments import Home, last_line
-from tools.peers.processes import START_LIMIT_S, PeerError, variables
+from tools.peers.processes import START_LIMIT_S, OthersWatch, PeerError, variables
 from tools.peers.turns import Sample
 from tools.server import free_port
 
@@ -166,11 +166,13 @@ class RunningServer:
             await measure(self.port, requests[:4], 1, 0.2)
             return await measure(self.port, requests, clients, seconds)
 
+        watch = OthersWatch(self._process.pid, os.getpid())  # this process is the clients
         try:
-            taken, rate = asyncio.run(both())
+            with watch:
+                taken, rate = asyncio.run(both())
         except (RuntimeError, OSError) as error:
             raise PeerError(f"{type(error).__name__}: {error}"[:300]) from error
-        return {"seconds": taken, "rate": rate}
+        return {"seconds": taken, "rate": rate, "others": watch.share}
 
     def resident_mib(self) -> float:
         """Memory of the process tree; pages that several share are counted once."""
