@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import WordPiece as WordPieceDecoder
 from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
@@ -28,6 +28,8 @@ _BERT_LIKE = ("bert", "distilbert", "nomic_bert")
 # Letters that a vocabulary hardly has all of: of old scripts, a rare ideograph, and no letter.
 _RARE = "\U00010400\U00012000\U00013000\U00016800\U0002a6d6\U00030000\uffff"
 _SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_MORE_SPECIAL = ("additional_special_tokens", "extra_special_tokens")  # older and newer name
+_TOKEN_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
 def read_tokenizer_json(folder: CheckpointFolder) -> bytes:
@@ -42,6 +44,7 @@ def read_tokenizer_json(folder: CheckpointFolder) -> bytes:
     tokenizer = _load_tokenizer(folder)
     _check_any_text(tokenizer, folder)
     _apply_bert_options(tokenizer, folder)
+    _add_tokens(tokenizer, folder)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer.to_str().encode()
@@ -92,6 +95,43 @@ def _apply_bert_options(tokenizer: Tokenizer, folder: CheckpointFolder) -> None:
         strip_accents=config.get("strip_accents", normalizer.strip_accents),
         lowercase=config.get("do_lower_case", normalizer.lowercase),
     )
+
+
+def _add_tokens(tokenizer: Tokenizer, folder: CheckpointFolder) -> None:
+    """Add the tokens that only tokenizer_config.json knows, as `transformers` does."""
+    config = folder.json(TOKENIZER_CONFIG) or {}
+    older = folder.json("special_tokens_map.json") or {}
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    special = list(_special_tokens(folder, config).values())
+    for source in (config, older):
+        special += [text for key in _MORE_SPECIAL for text in _texts(source.get(key))]
+    named = [AddedToken(text, special=True) for text in special]
+    for added in (*_listed_tokens(folder, config), *named):
+        if added.content and added.content not in known:
+            known.add(added.content)
+            tokenizer.add_tokens([added])
+
+
+def _listed_tokens(folder: CheckpointFolder, config: dict[str, Any]) -> list[AddedToken]:
+    listed = config.get("added_tokens_decoder")
+    if not isinstance(listed, dict):
+        return []
+    try:
+        entries = sorted((int(id_), entry) for id_, entry in listed.items())
+        return [
+            AddedToken(entry["content"], **{name: bool(entry.get(name)) for name in _TOKEN_FLAGS})
+            for _, entry in entries
+        ]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        where = f"{folder.path / TOKENIZER_CONFIG}: added_tokens_decoder"
+        raise CheckpointError(f"{where}: tokens by id are expected: {error!r}") from error
+
+
+def _texts(value: object) -> list[str]:
+    """Return the texts of a list of tokens, or of tokens by name."""
+    items = list(value.values()) if isinstance(value, dict) else value
+    items = items if isinstance(items, list) else []
+    return [text for item in items if (text := _content(item)) is not None]
 
 
 def _tokenizer_class(folder: CheckpointFolder) -> str | None:
@@ -198,12 +238,14 @@ def _configured_templates(folder: CheckpointFolder, value: object) -> dict[str, 
         return {"default": legacy} if isinstance(legacy, str) else {}
     if isinstance(value, str):
         return {"default": value}
+    if isinstance(value, dict) and value and not value.keys() & {"name", "template"}:
+        value = [{"name": name, "template": template} for name, template in value.items()]
     entries = value if isinstance(value, list) else [value]
     pairs = [(e.get("name"), e.get("template")) for e in entries if isinstance(e, dict)]
     templates = {n: t for n, t in pairs if isinstance(n, str) and isinstance(t, str)}
     if len(templates) < len(entries):
         raise CheckpointError(
-            f"{folder.path / TOKENIZER_CONFIG}: chat_template: a text or a list of objects with "
-            f"name and template is expected, found {json.dumps(value)[:80]}"
+            f"{folder.path / TOKENIZER_CONFIG}: chat_template: a text, texts by name, or a list of "
+            f"objects with name and template is expected, found {json.dumps(value)[:80]}"
         )
     return templates

@@ -76,6 +76,35 @@ def test_ids_are_those_of_transformers(folder, kind, options):
     assert_same_ids(folder)
 
 
+NEW = {"content": "<new>", "lstrip": True, "normalized": False, "special": False}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"added_tokens_decoder": {"69": {"content": "<other>"}, "68": NEW}},
+        {"added_tokens_decoder": {"70": {**NEW, "normalized": True}}},
+        {"additional_special_tokens": ["<new>", "<other>"]},
+        {"extra_special_tokens": {"image_token": "<new>"}},
+        {"extra_special_tokens": ["<new>"]},
+        {"pad_token": "<new>"},
+        {"bos_token": "<new>", "eos_token": "kite"},
+    ],
+    ids=str,
+)
+def test_tokens_that_the_config_alone_knows(folder, config):
+    tiny.edit_json(folder / "tokenizer_config.json", **config)
+    assert_same_ids(folder, ["kite <new> sea<other>", "a<new>b", "[NEW] [SEP]", "kites"])
+    assert load(folder).token_to_id("<new>") is not None
+
+
+@pytest.mark.parametrize("value", [{"a": NEW}, {"1": "x"}, {"1": {}}, {"1": {"content": 5}}])
+def test_malformed_added_tokens(folder, value):
+    tiny.edit_json(folder / "tokenizer_config.json", added_tokens_decoder=value)
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: added_tokens_decoder"):
+        load(folder)
+
+
 @pytest.mark.parametrize("model_type", ["bert", "distilbert", "nomic_bert", "roberta"])
 @pytest.mark.parametrize("kind", [..., *CLASSES])
 def test_segments_are_told_by_the_class_of_the_tokenizer(folder, model_type, kind):
@@ -222,6 +251,8 @@ def test_named_chat_templates(folder):
     named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
     tiny.edit_json(folder / "tokenizer_config.json", chat_template=named)
     assert card(folder).chat_templates == {"default": "d", "tool_use": "t"}
+    tiny.edit_json(folder / "tokenizer_config.json", chat_template={"default": "x", "rag": "r"})
+    assert card(folder).chat_templates == {"default": "x", "rag": "r"}
     save_templates(folder, {"default": "d", "tool_use": "t"})
     assert (folder / "additional_chat_templates" / "tool_use.jinja").exists()
     assert card(folder).chat_templates == {"default": "d", "tool_use": "t"}
