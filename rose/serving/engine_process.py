@@ -48,13 +48,18 @@ async def _serve(
 ) -> None:
     stop = stop_event()
     guarding = [asyncio.create_task(door.run()) for door in doors]
+    serving = asyncio.create_task(EngineServer(socket, served).run(stop))
+    tasks = [serving, *guarding]
     try:
         log.info("ready at %s", bound_address(socket))
-        await EngineServer(socket, served).run(stop)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            if task.done():
+                task.result()  # a door without a keeper would let nobody in any more
     finally:
-        for task in guarding:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*guarding, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for door in doors:
             door.close()
         socket.close(linger=LAST_WORDS_MS)
