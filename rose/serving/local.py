@@ -177,8 +177,11 @@ class Engine(ScoreMethods):
         if cut and not truncate:
             message = f"input[{cut[0]}] has {len(ids[cut[0]])} tokens, the limit is {limit}"
             raise RequestError(f"{message}; truncate=True cuts it", f"input[{cut[0]}]")
-        tail = self._template_tail(facts.chat, prefix) if cut and facts.chat else 0
-        fit = [self._tokenizer.cut(i, limit, "right", keep_tail=tail) for i in ids]
+        head, tail = self._template_edges(facts.chat, prefix) if cut and facts.chat else (0, 0)
+        if cut and prefix and not facts.chat:
+            head = self._tokenizer.prompt_length(prefix)
+        side = self.card.tokenizer.truncation_side
+        fit = [self._tokenizer.cut(i, limit, side, head, tail) for i in ids]
         return EncodedTexts(fit, skip, cut)
 
     def embed_encoded(
@@ -360,10 +363,10 @@ class Engine(ScoreMethods):
             raise RequestError(f"input: {error}", "input") from error
         return self._tokenizer.encode(rendered, add_special_tokens=False)
 
-    def _template_tail(self, chat: ChatTexts, prompt: str) -> int:
-        """Return how many tokens the chat template puts behind a text."""
+    def _template_edges(self, chat: ChatTexts, prompt: str) -> tuple[int, int]:
+        """Return how many tokens the chat template puts before and behind a text."""
         card = self.card.tokenizer
-        return template_edges(self._tokenizer, lambda t: render_text(card, chat, t, prompt))[1]
+        return template_edges(self._tokenizer, lambda t: render_text(card, chat, t, prompt))
 
     def _encode(self, items: Sequence[Text], prefix: str, chat: ChatTexts | None) -> list[Ids]:
         """Return the ids of each item, checked but for their number."""
@@ -374,10 +377,8 @@ class Engine(ScoreMethods):
         else:
             encoded = self._encode_chat(texts, prefix, chat)
         found = dict(zip(strings, encoded, strict=True))
-        out = [
-            found[i] if i in found else self._check_ids(f"input[{i}]", item)
-            for i, item in enumerate(items)
-        ]
+        # Texts too: a tokenizer can know tokens that the model has no row for.
+        out = [self._check_ids(f"input[{i}]", found.get(i, item)) for i, item in enumerate(items)]
         if empty := [i for i, ids in enumerate(out) if not len(ids)]:
             raise RequestError(f"input[{empty[0]}] has no tokens", f"input[{empty[0]}]")
         return out

@@ -9,7 +9,7 @@ from rose.models.card import ModelCard
 from rose.serving.gateway.chat_texts import render_text, template_edges
 from rose.serving.gateway.embedding_input import Texts
 from rose.serving.gateway.errors import bad_request
-from rose.serving.gateway.pairs import PairRules, PreparedPairs, prepare_pairs
+from rose.serving.gateway.pairs import PairRules, PreparedPairs, check_known, prepare_pairs
 from rose.serving.gateway.templates import TemplateError
 from rose.serving.gateway.tokenization import Ids, Tokenizer
 
@@ -69,6 +69,8 @@ def _prepare_texts(
         except TemplateError as error:
             raise bad_request(f"'{place}': {error}.", place) from error
         work = Texts(tokenizer, rules.limit, False, edges=edges).prepare(rendered)
+    for place, ids in zip(texts, work.ids, strict=True):
+        check_known(place, ids, card.vocab_size)
     wanted = card.scoring.segment_ids
     segments = [np.zeros_like(ids) for ids in work.ids] if wanted else None
     return PreparedPairs(work.ids, segments, work.truncated)

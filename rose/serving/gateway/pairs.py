@@ -89,7 +89,19 @@ def prepare_pairs(
     for place, ids in zip(documents, prepared.ids, strict=True):
         if not len(ids):
             raise bad_request(f"'{place}' has no tokens, and neither has its query.", place)
+        check_known(place, ids, card.vocab_size)
     return prepared
+
+
+def check_known(place: str, ids: Ids, vocab_size: int) -> None:
+    """Refuses a text with a token that the tokenizer knows, but the model has no row for.
+
+    Raises:
+        ApiError: 400, naming the text.
+    """
+    if len(ids) and ids.max() >= vocab_size:
+        message = f"'{place}' holds token {ids.max()}; the model knows 0 to {vocab_size - 1}."
+        raise bad_request(message, place)
 
 
 def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
