@@ -383,7 +383,7 @@ class Engine(ScoreMethods):
             raise RequestError(f"input[{empty[0]}] has no tokens", f"input[{empty[0]}]")
         return out
 
-    def _check_ids(self, place: str, item: Text) -> Ids:
+    def _check_ids(self, place: str, item: Text | Ids) -> Ids:
         ids = np.asarray(item)
         if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
             raise RequestError(f"{place} is neither text nor token ids", place)

@@ -238,7 +238,8 @@ async def _by_cosine(
 def _cosines(asked: npt.NDArray[Any], found: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     """The cosines of unit vectors: queries [N, D], or one for all [1, D], and documents [N, D]."""
     products = asked.astype(np.float64) * found.astype(np.float64)
-    return np.clip(products.sum(axis=1), -1, 1)
+    cosines: npt.NDArray[np.float64] = np.clip(products.sum(axis=1), -1, 1)
+    return cosines
 
 
 async def _vectors(
