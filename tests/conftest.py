@@ -17,11 +17,17 @@ settings.load_profile("rose")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def interrupts_reach_children():
-    """A shell without job control starts what runs in the background with SIGINT ignored.
+def signals_reach_children():
+    """Shells start what runs in the background with SIGINT ignored, and `nohup` ignores SIGHUP.
 
-    Children inherit that, and tests that interrupt a command would wait in vain.
+    Children inherit that, and tests that send these signals to a command would wait in vain.
     """
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+        signal.SIGHUP: signal.getsignal(signal.SIGHUP),
+    }
+    if before[signal.SIGHUP] is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)  # children get the system's default
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)

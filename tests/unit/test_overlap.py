@@ -202,7 +202,6 @@ def test_generation_over_a_slow_device_gives_the_same(model, worker, device):
         outputs = Rig(model, worker).run(requests)
     for output, other in zip(outputs, expected, strict=True):
         assert output == other
-    assert device.max_events == 2
 
 
 def test_generation_steps_interleave_like_batches(model, worker, device):
