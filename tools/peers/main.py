@@ -55,7 +55,6 @@ def measure(
             checkpoints=checkpoints,
             inputs=inputs,
             names=chosen(options.peers),
-            seed=options.seed,
             threads=options.threads,
             turns=min(options.turns, QUICK_TURNS) if options.quick else options.turns,
             limit_s=options.time_limit,
@@ -67,11 +66,11 @@ def measure(
             try:
                 bench.run(workload, outcome)
             finally:
+                for engine, reason in outcome.measured.failed.items():
+                    console.print(f"{name}: {engine} is left out: {reason}", markup=False)
                 if outcome.measured.rows and not options.quick:
                     outcome.write(home.path / "results" / f"{name}.json")
             outcomes[name] = outcome
-            for engine, reason in outcome.measured.failed.items():
-                console.print(f"{name}: {engine} is left out: {reason}", markup=False)
     return outcomes
 
 

@@ -1,6 +1,7 @@
 """Running workloads: start the engines, compare what they answer, let them take turns."""
 
 import contextlib
+import hashlib
 import json
 import subprocess
 from collections.abc import Callable, Sequence
@@ -82,7 +83,6 @@ class Bench:
     checkpoints: dict[str, Path]
     inputs: Inputs
     names: Sequence[str]
-    seed: int
     threads: int
     turns: int
     limit_s: float
@@ -227,7 +227,8 @@ class Bench:
         Raises:
             PeerError: it did not answer.
         """
-        path = self.home.path / f"reference-{kind}-{self.seed}.json"
+        inputs = (self.home.path / "inputs.json").read_bytes()
+        path = self.home.path / f"reference-{kind}-{hashlib.sha256(inputs).hexdigest()[:12]}.json"
         if not path.exists():
             self.say("reference")
             worker = Worker(self.home, kind, "transformers", None, self.threads)
