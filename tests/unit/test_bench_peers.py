@@ -68,6 +68,16 @@ def test_an_engine_that_fails_is_left_out_with_its_reason():
     assert list(engines) == ["good"]
 
 
+def test_a_run_that_is_interrupted_leaves_whole_samples():
+    def interrupted():
+        raise SystemExit
+
+    measured = Measured()
+    with pytest.raises(SystemExit):
+        take_turns("row", {"a": lambda: {"seconds": [1.0]}, "b": interrupted}, measured, 3, 100)
+    assert measured.rows == {"row": {"a": [{"seconds": [1.0]}]}}
+
+
 def test_time_cuts_turns_but_not_below_the_fewest():
     measured = Measured()
     take_turns("row", {"a": lambda: {"seconds": [time.perf_counter()]}}, measured, 50, 0.0)

@@ -60,7 +60,8 @@ def take_turns(
             if name not in engines:
                 continue
             try:
-                samples.setdefault(name, []).append(least_disturbed(engines[name]))
+                sample = least_disturbed(engines[name])
+                samples.setdefault(name, []).append(sample)
             except PeerError as error:
                 measured.failed[name] = f"{row}: {error}"
                 samples.pop(name, None)
