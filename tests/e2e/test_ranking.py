@@ -160,7 +160,8 @@ def test_a_yes_or_no_ranker_is_computed_as_qwen3_rerankers_are(rankers, folder):
         wanted = reference_yes_no(folder / "qwen", rows, answers).detach().numpy()
         fields = {"instruction": instruction, "truncate": True}
         results = rerank(rankers, model="qwen", **fields)
-        assert [r["index"] for r in results] == np.argsort(-wanted, kind="stable").tolist()
+        ordered = wanted[[r["index"] for r in results]]
+        assert (np.diff(ordered) <= 1e-6).all()  # two of the scores differ by less
         scores = {r["index"]: r["relevance_score"] for r in results}
         np.testing.assert_allclose([scores[i] for i in range(len(wanted))], wanted, atol=1e-4)
 

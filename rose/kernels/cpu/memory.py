@@ -33,7 +33,8 @@ def empty(floats: int) -> Tensor:
 def _block(floats: int) -> Tensor:
     """Return at least `floats` on huge pages, where the system has them."""
     size = -(-floats * 4 // HUGE_PAGE) * HUGE_PAGE
-    memory = torch.empty((size + HUGE_PAGE) // 4)
+    with torch.inference_mode(False):  # whoever asks first: later ones may be outside of it
+        memory = torch.empty((size + HUGE_PAGE) // 4)
     skipped = -memory.data_ptr() % HUGE_PAGE
     block = memory[skipped // 4 : (skipped + size) // 4]
     if sys.platform == "linux":  # a wish: what it answers changes nothing
