@@ -46,11 +46,13 @@ class Server:
         return self.log_path.read_text()
 
     def wait_ready(self, timeout=120):
+        """Wait until the supervisor says that it serves: what dies before that fails the start."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.log
             with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{self.url}/ready", timeout=5).status_code == 200:
+                ready = httpx.get(f"{self.url}/ready", timeout=5).status_code == 200
+                if ready and "Documentation: " in self.log:
                     return self
             time.sleep(0.1)
         raise TimeoutError(self.log)
