@@ -112,7 +112,8 @@ class GenerationCard(msgspec.Struct, frozen=True, kw_only=True):
 
     `eos_token_ids` end a sequence. `max_kv_tokens` is the most tokens (prompt and output) that one
     sequence can have in the page pool. The rest are the checkpoint's defaults for sampling
-    (`generation_config.json`), None where it has none.
+    (`generation_config.json`), None where it has none; a request's `logit_bias` goes before that of
+    the same token here.
     """
 
     eos_token_ids: tuple[int, ...]
@@ -123,6 +124,8 @@ class GenerationCard(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0
     structured_output: bool = False
 
 

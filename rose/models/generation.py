@@ -18,14 +18,47 @@ _RANGES = {
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
     "repetition_penalty": (0.01, 100.0),  # as in requests
+    "min_new_tokens": (0, math.inf),
 }
-SAMPLING = tuple(_RANGES)
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+BAN = -100.0  # as a bias, it bans a token
+
+# What ROSE does not do, and would change the output; with the values that ask for nothing.
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "begin_suppress_tokens": (),
+    "constraints": (),
+    "diversity_penalty": (0,),
+    "dola_layers": (),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "exponential_decay_length_penalty": (),
+    "force_words_ids": (),
+    "forced_bos_token_id": (),
+    "forced_decoder_ids": (),
+    "forced_eos_token_id": (),
+    "guidance_scale": (0, 1),
+    "min_length": (0,),
+    "no_repeat_ngram_size": (0,),
+    "num_beam_groups": (0, 1),
+    "num_beams": (0, 1),
+    "num_return_sequences": (0, 1),
+    "penalty_alpha": (0,),
+    "renormalize_logits": (False,),
+    "stop_strings": ("",),
+    "token_healing": (False,),
+    "top_h": (1,),
+    "typical_p": (1,),
+    "watermarking_config": (),
+}
 
 
 def read_generation_card(folder: CheckpointFolder) -> GenerationCard:
     """Read the end tokens and the sampling defaults; generation_config.json wins over config.json.
 
-    `do_sample: false` is a temperature of 0.
+    `do_sample: false` is a temperature of 0. `suppress_tokens`, and the rows of `bad_words_ids` and
+    of `sequence_bias` that are a single token, are a `logit_bias`.
 
     Raises:
         CheckpointError: a value is malformed or out of range.
@@ -36,15 +69,78 @@ def read_generation_card(folder: CheckpointFolder) -> GenerationCard:
         config = text | {key: value for key, value in config.items() if value is not None}
     reader = ConfigReader(own, str(folder.path / GENERATION_CONFIG), "generation")
     is_greedy = reader.optional("do_sample", bool) is False
+    ends = _token_ids(folder, own, config, "eos_token_id")
     return GenerationCard(
-        eos_token_ids=_token_ids(folder, own, config, "eos_token_id"),
+        eos_token_ids=ends,
         bos_token_id=next(iter(_token_ids(folder, own, config, "bos_token_id")), None),
         temperature=0.0 if is_greedy else _number(reader, "temperature", float),
         top_k=_number(reader, "top_k", int),
         top_p=_number(reader, "top_p", float),
         min_p=_number(reader, "min_p", float),
         repetition_penalty=_number(reader, "repetition_penalty", float),
+        logit_bias=_logit_bias(reader, ends),
+        min_tokens=_number(reader, "min_new_tokens", int) or 0,
     )
+
+
+def generation_warnings(folder: CheckpointFolder) -> list[str]:
+    """Name what generation_config.json asks for and ROSE leaves out: one warning, or none."""
+    own = folder.json(GENERATION_CONFIG) or {}
+    reader = ConfigReader(own, str(folder.path / GENERATION_CONFIG), "generation")
+    names = [key for key, neutral in _UNSUPPORTED.items() if _asks(own.get(key), neutral)]
+    rows = {
+        "bad_words_ids": _bad_words(reader),
+        "sequence_bias": [ids for ids, _ in _sequence_bias(reader)],
+    }
+    names += [f"{key} of several tokens" for key, of in rows.items() if any(len(i) > 1 for i in of)]
+    if not names:
+        return []
+    listed = ", ".join(names)
+    return [f"{GENERATION_CONFIG} asks for what is not supported and left out: {listed}"]
+
+
+def _asks(value: object, neutral: tuple[object, ...]) -> bool:
+    return value is not None and value not in ([], {}) and value not in neutral
+
+
+def _logit_bias(reader: ConfigReader, ends: tuple[int, ...]) -> dict[int, float]:
+    """Read what is added to single tokens; bad words never ban an end token."""
+    bias = {ids[0]: value for ids, value in _sequence_bias(reader) if len(ids) == 1}
+    bad = [ids[0] for ids in _bad_words(reader) if len(ids) == 1 and ids[0] not in ends]
+    suppressed = _ids(reader, "suppress_tokens", reader.values.get("suppress_tokens") or [])
+    return bias | dict.fromkeys([*bad, *suppressed], BAN)
+
+
+def _bad_words(reader: ConfigReader) -> list[list[int]]:
+    key = "bad_words_ids"
+    return [_ids(reader, key, row) for row in reader.optional(key, list) or []]
+
+
+def _sequence_bias(reader: ConfigReader) -> list[tuple[list[int], float]]:
+    """Read rows of token ids, each with what is added to its last token."""
+    key, found = "sequence_bias", []
+    for row in reader.optional(key, list) or []:
+        if not (isinstance(row, list) and len(row) == 2 and _is_number(row[1])):
+            expected = "[token ids, a number]"
+            raise CheckpointError(f"{reader.where(key)}: {expected} is expected, found {row!r}")
+        found.append((_ids(reader, key, row[0]), max(BAN, float(row[1]))))
+    return found
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+
+
+def _ids(reader: ConfigReader, key: str, value: object) -> list[int]:
+    if not isinstance(value, list) or not all(map(_is_id, value)):
+        raise CheckpointError(
+            f"{reader.where(key)}: a list of token ids is expected, found {value!r}"
+        )
+    return value
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _number(reader: ConfigReader, key: str, kind: type[N]) -> N | None:
@@ -64,7 +160,7 @@ def _token_ids(
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        if not all(map(_is_id, ids)):
             raise CheckpointError(
                 f"{folder.path / name}: {key}: a token id or a list of them is expected, "
                 f"found {value!r}"

@@ -14,6 +14,7 @@ from rose.models.card import ChatTexts, Task
 from rose.models.config import CONFIG_FILE, CheckpointFolder, ConfigReader, Setting
 from rose.models.contextual import add_separator
 from rose.models.errors import CheckpointError
+from rose.models.generation import generation_warnings
 from rose.models.limits import max_length
 from rose.models.masked_lm_config import MaskedHead
 from rose.models.quantized import CODES, read_quantization
@@ -127,6 +128,8 @@ def plan_checkpoint(
         plan.unused_head = architecture.classifier(reader).tensors
     if "generate" in chosen and _lacks_head(plan):
         give_up_generation(plan, NO_HEAD)
+    if "generate" in plan.tasks:
+        plan.warnings += generation_warnings(plan.core)
     return plan
 
 

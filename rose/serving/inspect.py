@@ -115,12 +115,15 @@ def _generation_settings(plan: Plan) -> list[Setting]:
     found: dict[str, object] = {
         "eos_token_id": card.eos_token_ids or None,
         "bos_token_id": card.bos_token_id,
+        "min_new_tokens": card.min_tokens or None,
     }
     settings = [
         Setting(key, value, CONFIG_FILE if own.get(key) is None else GENERATION_CONFIG)
         for key, value in found.items()
         if value is not None
     ]
+    if card.logit_bias:
+        settings.append(Setting("logit_bias", card.logit_bias, GENERATION_CONFIG))
     values = ((key, getattr(card, key)) for key in SAMPLING)
     return settings + [Setting(k, v, GENERATION_CONFIG) for k, v in values if v is not None]
 

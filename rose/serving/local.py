@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rose.models.card import ChatTexts, EmbeddingCard, ModelCard
+from rose.models.generation import SAMPLING
 from rose.models.output import finish
 from rose.runtime.build import ModelOptions, build
 from rose.runtime.embedding import EmbeddingRuntime
@@ -307,11 +308,12 @@ class Engine(ScoreMethods):
             RequestError: a value is out of range, or the model cannot generate.
         """
         facts = self.card.generation
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        names = (*SAMPLING, "logit_bias", "min_tokens")
         defaults = {name: getattr(facts, name) for name in names} if facts else {}
         given = {name: value for name, value in values.items() if value is not None}
         known = {name: value for name, value in defaults.items() if value is not None}
-        params = SamplingParams(**{**known, **given})
+        bias = {**known.get("logit_bias", {}), **given.get("logit_bias", {})}
+        params = SamplingParams(**{**known, **given, "logit_bias": bias})
         self._generator().check(params)
         return params
 

@@ -140,6 +140,19 @@ def test_precedence_of_sampling_defaults(backend):
     assert found.repetition_penalty == 1
 
 
+def test_bans_of_the_checkpoint_hold_unless_a_request_says_otherwise(backend):
+    facts = {"logit_bias": {7: -100.0, 8: -100.0}, "min_tokens": 2}
+    http = http_of(StubLLM([END], backend, generation=facts))
+    answer(http)
+    assert sampling_of(http).logit_bias == {7: -100, 8: -100}
+    assert sampling_of(http).min_tokens == 2
+    answer(http, logit_bias={"8": 0, "9": 1}, min_tokens=0)
+    assert sampling_of(http).logit_bias == {7: -100, 8: 0, 9: 1}
+    assert sampling_of(http).min_tokens == 0
+    answer(http, max_tokens=1)
+    assert sampling_of(http).min_tokens == 1
+
+
 NULLS = [
     "max_tokens",
     "max_completion_tokens",

@@ -17,7 +17,7 @@ from rose.runtime.generation import GenerationLoop
 from rose.runtime.sampler import Sampler
 from rose.serving.gateway.templates import TemplateError
 from rose.serving.interrupts import interrupts_held
-from tests.tiny import edit_json, edit_tensors, save_bert, save_decoder
+from tests.tiny import copy, edit_json, edit_tensors, save_bert, save_decoder
 from tests.unit.gguf_files import bpe
 
 PROMPTS = ["Hello", "the sea", "a", "7 kites over the red hill, 8 over the sea."]
@@ -322,6 +322,23 @@ def test_the_checkpoint_s_defaults_hold_where_nothing_is_said(tmp_path):
         params = engine.sampling_params(top_k=None, max_tokens=9)
         assert (params.temperature, params.top_k, params.max_tokens) == (0.3, 7, 9)
         assert engine.sampling_params(temperature=0.0).temperature == 0
+
+
+def test_the_checkpoint_s_bans_equal_those_of_transformers(path, tokenizer, references, tmp_path):
+    banned = references[0][:2]
+    path = copy(path, tmp_path / "llm")
+    values = {"suppress_tokens": banned, "bad_words_ids": [[references[0][3]]]}
+    edit_json(path / "generation_config.json", **values)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    ids = torch.tensor([tokenizer(PROMPTS[0]).input_ids])
+    mask = torch.ones_like(ids)
+    expected = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=12)
+    with Engine(path, max_num_seqs=2, max_model_len=128) as engine:
+        params = engine.sampling_params(temperature=0.0, max_tokens=12)
+        (found,) = engine.generate([PROMPTS[0]], params)
+        assert engine.sampling_params(logit_bias={5: 1.0}).logit_bias.keys() > {5, *banned}
+    assert found.token_ids == expected[0, ids.shape[1] :].tolist()
+    assert not {*banned} & {*found.token_ids}
 
 
 def test_an_embedder_cannot_generate(tmp_path):

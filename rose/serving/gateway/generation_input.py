@@ -186,7 +186,7 @@ def _wish(
     # Where every token is banned, that is of one field or of the other.
     by_min_tokens = body.min_tokens and not body.logit_bias
     blamed = {BIAS: "min_tokens"} if by_min_tokens else {}
-    return _Wish(sampling, text_rules(body), max_tokens, body.n or 1, blamed)
+    return _Wish(sampling, text_rules(body, card.generation), max_tokens, body.n or 1, blamed)
 
 
 def _plan(

@@ -73,7 +73,7 @@ def sampling_of(body: GenerationRequest, card: ModelCard) -> SamplingParams:
     assert facts is not None
     _check_ids(body, card.vocab_size)
     return SamplingParams(
-        min_tokens=body.min_tokens or 0,
+        min_tokens=min_tokens_of(body, facts),
         temperature=_first(body.temperature, facts.temperature, 1.0),
         top_k=min(max(0, int(_first(body.top_k, facts.top_k, 0))), card.vocab_size),
         top_p=_first(body.top_p, facts.top_p, 1.0),
@@ -81,7 +81,7 @@ def sampling_of(body: GenerationRequest, card: ModelCard) -> SamplingParams:
         repetition_penalty=_first(body.repetition_penalty, facts.repetition_penalty, 1.0),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        logit_bias=body.logit_bias or {},
+        logit_bias={**facts.logit_bias, **(body.logit_bias or {})},
         seed=body.seed,
         stop_token_ids=tuple(dict.fromkeys(body.stop_token_ids or ())),
         ignore_eos=bool(body.ignore_eos),
@@ -89,14 +89,19 @@ def sampling_of(body: GenerationRequest, card: ModelCard) -> SamplingParams:
     )
 
 
-def text_rules(body: GenerationRequest) -> TextRules:
+def min_tokens_of(body: GenerationRequest, facts: GenerationCard) -> int:
+    """The least tokens to generate: request, else the checkpoint's default."""
+    return facts.min_tokens if body.min_tokens is None else body.min_tokens
+
+
+def text_rules(body: GenerationRequest, facts: GenerationCard) -> TextRules:
     """How tokens become text."""
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     return TextRules(
         stops=tuple(dict.fromkeys(stops)),
         include_stop=bool(body.include_stop_str_in_output),
         skip_special=body.skip_special_tokens is not False,
-        min_tokens=body.min_tokens or 0,
+        min_tokens=min_tokens_of(body, facts),
     )
 
 
