@@ -39,7 +39,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         logprobs: log-probabilities of that many most likely tokens beside the chosen one's;
             None is none at all. They are the model's own, before all of these steps.
         prompt_logprobs: the same for the tokens of the prompt.
-        grammar: a JSON schema (as text) that the output has to follow; "{}" is any JSON object.
+        grammar: a JSON schema (as text) that the output has to follow; "{}" is any JSON value.
         cache_salt: prefixes are only found again by requests of the same salt.
     """
 

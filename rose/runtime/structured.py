@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 FIELD = "response_format"
 STUCK = "the output cannot go on under the JSON schema"
 UNUSABLE = "the JSON schema cannot be used"
-ANY_OBJECT = "{}"
+ANY_OBJECT = '{"type": "object"}'
 MAX_SCHEMA_CHARS = 100_000
 # Space between JSON tokens: one blank, or a line break and its indentation. Were it unbounded, a
 # small model could write nothing else up to its last token.
@@ -66,7 +66,7 @@ class GrammarCompiler:
         """Start to match one output. A large new schema takes seconds: call it from a thread.
 
         Args:
-            schema: a JSON schema as text; "{}" is any JSON object.
+            schema: a JSON schema as text; "{}" and "true" allow any JSON value.
 
         Raises:
             RequestError: the schema is malformed, asks for what the library cannot do, or no
@@ -195,14 +195,16 @@ def _source(library: ModuleType, schema: str) -> str:
         raise RequestError(
             f"the JSON schema has {len(schema)} characters, {MAX_SCHEMA_CHARS} are possible", FIELD
         )
-    if schema.strip() == ANY_OBJECT:
-        schema = '{"type": "object"}'
     options = {"whitespace_pattern": WHITESPACE, "whitespace_flexible": True, "lenient": False}
     try:
         value = json.loads(schema)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the JSON schema is not valid JSON: {error}", FIELD) from error
-    if not isinstance(value, dict):
+    if value is False:
+        raise RequestError(f"{UNUSABLE}: false allows no value", FIELD)
+    if value is True:
+        schema = "{}"
+    elif not isinstance(value, dict):
         raise RequestError(f"a JSON schema is an object, found {schema[:100]}", FIELD)
     try:
         source: str = library.LLMatcher.grammar_from_json_schema(schema, overrides=options)

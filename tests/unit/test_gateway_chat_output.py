@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from rose.serving.client_api import EngineError
+from rose.serving.gateway.sampling_fields import ANY_OBJECT
 from tests.unit.gateway_stub import error_of
 from tests.unit.generation_stub import (
     BOS,
@@ -124,7 +125,11 @@ def test_other_numbers_that_are_not_finite_are_errors(http, value):
 
 def test_response_format(http):
     answer(http, response_format={"type": "json_object"})
-    assert sampling_of(http).grammar == "{}"
+    assert sampling_of(http).grammar == ANY_OBJECT
+    for schema in ({}, True):
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        answer(http, response_format=form)
+        assert json.loads(sampling_of(http).grammar) == schema
     schema = {"type": "object", "properties": {"z": {}, "a": {"const": "é"}}}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
     answer(http, response_format=form)
@@ -191,6 +196,18 @@ def test_a_call_that_is_cut_off_is_text(agent):
 def test_tools_need_a_template_that_shows_them(http):
     assert error_of(chat(http, tools=[WEATHER]))["param"] == "tools"
     assert chat(http, tools=[WEATHER], tool_choice="none").status_code == 200
+
+
+def test_arguments_are_an_object_even_where_the_parameters_do_not_say_so(agent):
+    for given, schema in [
+        ({}, {"type": "object"}),
+        ({"properties": {"a": {}}}, {"type": "object", "properties": {"a": {}}}),
+        ({"$ref": "#/$defs/p"}, {"$ref": "#/$defs/p"}),
+    ]:
+        tool = {"type": "function", "function": {"name": "w", "parameters": given}}
+        answer(agent, tools=[tool], tool_choice="required")
+        found = json.loads(sampling_of(agent).grammar)
+        assert found["properties"]["arguments"] == schema
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "w2"}}])

@@ -90,13 +90,21 @@ def test_what_a_schema_allows(text, fits):
     [
         ("{}", True),
         ('{"a": [1, null, {"b": "c"}], "d": true}', True),
-        ("[]", False),
-        ("1", False),
+        ("[]", True),
+        ("1", True),
+        ('"a"', True),
+        ("null", True),
         ('{"a"}', False),
     ],
 )
-def test_braces_stand_for_any_object(text, fits):
-    assert accepts({}, text) is fits
+@pytest.mark.parametrize("schema", [{}, True])
+def test_a_schema_that_says_nothing_allows_any_value(schema, text, fits):
+    assert accepts(schema, text) is fits
+
+
+@pytest.mark.parametrize(("text", "fits"), [('{"a": [1]}', True), ("[]", False), ("1", False)])
+def test_any_object(text, fits):
+    assert accepts(json.loads(structured.ANY_OBJECT), text) is fits
 
 
 def test_end_tokens_come_where_the_output_is_complete_and_only_there():
@@ -158,6 +166,7 @@ def test_a_schema_that_cannot_be_followed_is_refused_at_once(schema):
     ("schema", "reason"),
     [
         ("3", "a JSON schema is an object, found 3"),
+        ("false", "false allows no value"),
         ('{"$ref": "#"}', "refers to itself without end"),
         (
             '{"oneOf": [{"type": "integer"}, {"type": "number"}]}',
@@ -177,7 +186,7 @@ def test_the_schema_cannot_lift_the_rules_of_the_server():
 
 
 def test_a_token_that_is_not_allowed_is_an_error_of_that_output_alone():
-    one, other = COMPILER.matcher("{}"), COMPILER.matcher("{}")
+    one, other = (COMPILER.matcher(structured.ANY_OBJECT) for _ in range(2))
     with pytest.raises(RequestError):
         one.accept(TOKENIZER.token_to_id("]"))
     other.accept(TOKENIZER.token_to_id("{"))

@@ -149,7 +149,7 @@ class JsonSchemaFormat(msgspec.Struct, kw_only=True):
     """The schema of an answer; it is always followed strictly."""
 
     name: str | None = None
-    schema: dict[str, Any] | None = None
+    schema: dict[str, Any] | bool | None = None
     strict: bool | None = None
 
 

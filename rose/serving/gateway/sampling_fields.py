@@ -14,7 +14,7 @@ from rose.serving.gateway.generation_schemas import (
     ResponseFormat,
 )
 
-ANY_OBJECT = "{}"
+ANY_OBJECT = '{"type": "object"}'
 
 _UNSUPPORTED = (
     "use_beam_search",

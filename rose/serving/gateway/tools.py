@@ -112,7 +112,7 @@ def _schema_of(functions: list[dict[str, Any]]) -> dict[str, Any]:
     top: dict[str, Any] = {}
     calls: list[dict[str, Any]] = []
     for function in functions:
-        parameters = dict(function.get("parameters") or {"type": "object"})
+        parameters = _object(function.get("parameters") or {})
         for kind in _DEFINITIONS:
             _merge(top, kind, parameters.pop(kind, {}))
         properties = {"name": {"const": function["name"]}, "arguments": parameters}
@@ -125,6 +125,12 @@ def _schema_of(functions: list[dict[str, Any]]) -> dict[str, Any]:
             }
         )
     return {**top, **calls[0]} if len(calls) == 1 else {**top, "anyOf": calls}
+
+
+def _object(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema of arguments, which are an object even where it does not say so."""
+    says = {"type", "$ref", "const", "enum", "anyOf", "oneOf", "allOf"} & schema.keys()
+    return dict(schema) if says else {"type": "object", **schema}
 
 
 def _merge(top: dict[str, Any], kind: str, definitions: object) -> None:
