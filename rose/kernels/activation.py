@@ -3,6 +3,7 @@
 Shape letters: T tokens, I intermediate size.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -21,8 +22,13 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU by the tanh approximation; configs have three names for it."""
+    """GELU by the tanh approximation; configs have several names for it."""
     return F.gelu(x, approximate="tanh")
+
+
+def gelu_10(x: Tensor) -> Tensor:
+    """Exact GELU, at most 10."""
+    return F.gelu(x).clamp(-10, 10)
 
 
 def quick_gelu(x: Tensor) -> Tensor:
@@ -33,6 +39,21 @@ def quick_gelu(x: Tensor) -> Tensor:
 def relu(x: Tensor) -> Tensor:
     """Return max(x, 0)."""
     return F.relu(x)
+
+
+def relu2(x: Tensor) -> Tensor:
+    """Return the square of max(x, 0)."""
+    return F.relu(x).square()
+
+
+def laplace(x: Tensor) -> Tensor:
+    """Cumulative distribution function near relu2 (Ma et al., 2022, MEGA)."""
+    return 0.5 * (1.0 + torch.erf((x - 0.707107) / (0.282095 * math.sqrt(2.0))))
+
+
+def sqrtsoftplus(x: Tensor) -> Tensor:
+    """Return the square root of log(1 + exp(x))."""
+    return F.softplus(x).sqrt()
 
 
 def silu(x: Tensor) -> Tensor:
@@ -55,25 +76,53 @@ def identity(x: Tensor) -> Tensor:
     return x
 
 
+# Those that are torch's own, with its defaults.
+_TORCH = (
+    "celu",
+    "elu",
+    "hardshrink",
+    "hardsigmoid",
+    "hardswish",
+    "hardtanh",
+    "leaky_relu",
+    "logsigmoid",
+    "mish",
+    "relu6",
+    "rrelu",
+    "selu",
+    "softplus",
+    "softshrink",
+    "softsign",
+    "tanhshrink",
+)
+
 ACTIVATIONS: Registry[Activation] = Registry(
     "activation",
     {
         name: f"rose.kernels.activation:{function}"
         for name, function in {
             "gelu": "gelu",
+            "gelu_10": "gelu_10",
+            "gelu_accurate": "gelu_tanh",
             "gelu_fast": "gelu_tanh",
             "gelu_new": "gelu_tanh",
+            "gelu_python": "gelu",
+            "gelu_python_tanh": "gelu_tanh",
             "gelu_pytorch_tanh": "gelu_tanh",
             "identity": "identity",
+            "laplace": "laplace",
             "linear": "identity",
             "quick_gelu": "quick_gelu",
             "relu": "relu",
+            "relu2": "relu2",
             "sigmoid": "sigmoid",
             "silu": "silu",
+            "sqrtsoftplus": "sqrtsoftplus",
             "swish": "silu",
             "tanh": "tanh",
         }.items()
-    },
+    }
+    | {name: f"torch.nn.functional:{name}" for name in _TORCH},
 )
 
 

@@ -179,11 +179,45 @@ def _gelu(x: "NDArray[np.float64]") -> "NDArray[np.float64]":
     return x * (1 + np.vectorize(math.erf, otypes=[float])(x / math.sqrt(2))) / 2
 
 
+def _elu(x: "NDArray[np.float64]") -> "NDArray[np.float64]":
+    return np.where(x > 0, x, np.expm1(np.minimum(x, 0)))
+
+
+def _selu(x: "NDArray[np.float64]") -> "NDArray[np.float64]":
+    alpha, scale = 1.6732632423543772, 1.0507009873554805  # Klambauer et al., 2017
+    return scale * np.where(x > 0, x, alpha * np.expm1(np.minimum(x, 0)))
+
+
+def _softplus(x: "NDArray[np.float64]") -> "NDArray[np.float64]":
+    return np.logaddexp(0, x)
+
+
+def _hardsigmoid(x: "NDArray[np.float64]") -> "NDArray[np.float64]":
+    return np.clip(x / 6 + 0.5, 0, 1)
+
+
+# As torch has them, with its defaults.
 ACTIVATIONS: "dict[str, Callable[[NDArray[np.float64]], NDArray[np.float64]]]" = {
+    "celu": _elu,
+    "elu": _elu,
     "gelu": _gelu,
+    "hardshrink": lambda x: np.where(np.abs(x) > 0.5, x, 0),
+    "hardsigmoid": _hardsigmoid,
+    "hardswish": lambda x: x * _hardsigmoid(x),
+    "hardtanh": lambda x: np.clip(x, -1, 1),
     "identity": lambda x: x,
+    "leaky_relu": lambda x: np.where(x > 0, x, 0.01 * x),
+    "logsigmoid": lambda x: -_softplus(-x),
+    "mish": lambda x: x * np.tanh(_softplus(x)),
     "relu": lambda x: np.maximum(x, 0),
+    "relu6": lambda x: np.clip(x, 0, 6),
+    "rrelu": lambda x: np.where(x > 0, x, x * (1 / 8 + 1 / 3) / 2),
+    "selu": _selu,
     "sigmoid": _sigmoid,
     "silu": lambda x: x * _sigmoid(x),
+    "softplus": _softplus,
+    "softshrink": lambda x: x - np.clip(x, -0.5, 0.5),
+    "softsign": lambda x: x / (1 + np.abs(x)),
     "tanh": np.tanh,
+    "tanhshrink": lambda x: x - np.tanh(x),
 }

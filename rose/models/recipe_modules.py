@@ -29,15 +29,31 @@ _OLD_FLAGS = {
 TOKEN_VECTORS_FILE = "colbert_linear.pt"
 TOKEN_WEIGHTS_FILE = "sparse_linear.pt"
 _SPLADE_WIDTHS = ("embedding_dimension", "word_embedding_dimension")  # newer and older name
-# Classes of torch.nn that a checkpoint may name -> ROSE's activations.
+# Classes of torch.nn that a checkpoint may name -> ROSE's activations. They have no settings there.
 TORCH_ACTIVATIONS = {
     "GELU": "gelu",
+    "CELU": "celu",
+    "ELU": "elu",
     "Identity": "identity",
+    "Hardshrink": "hardshrink",
+    "Hardsigmoid": "hardsigmoid",
+    "Hardswish": "hardswish",
+    "Hardtanh": "hardtanh",
     "ReLU": "relu",
+    "LeakyReLU": "leaky_relu",
+    "LogSigmoid": "logsigmoid",
+    "Mish": "mish",
+    "RReLU": "rrelu",
     "SiLU": "silu",
+    "ReLU6": "relu6",
+    "SELU": "selu",
     "Sigmoid": "sigmoid",
     "Tanh": "tanh",
+    "Softplus": "softplus",
+    "Softshrink": "softshrink",
+    "Softsign": "softsign",
 }
+    "Tanhshrink": "tanhshrink",
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,6 +142,10 @@ CHAINS = {
         st.Dense(32, 32, activation_function=kind())
         for kind in (nn.GELU, nn.SiLU, nn.Sigmoid, nn.ReLU, nn.Tanh)
     ],
+    "more activations": lambda: [
+        st.Dense(32, 32, activation_function=kind())
+        for kind in (nn.LeakyReLU, nn.ELU, nn.Softplus, nn.Mish, nn.Hardtanh, nn.Identity)
+    ],
 }
 
 

@@ -13,8 +13,11 @@ BLOCK_I = 1024
 # Names of `rose.kernels.activation` -> what the kernel computes.
 _KINDS = {
     "gelu": "gelu",
+    "gelu_accurate": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "gelu_python": "gelu",
+    "gelu_python_tanh": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "identity": "identity",
     "linear": "identity",
