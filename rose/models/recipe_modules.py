@@ -31,29 +31,29 @@ TOKEN_WEIGHTS_FILE = "sparse_linear.pt"
 _SPLADE_WIDTHS = ("embedding_dimension", "word_embedding_dimension")  # newer and older name
 # Classes of torch.nn that a checkpoint may name -> ROSE's activations. They have no settings there.
 TORCH_ACTIVATIONS = {
-    "GELU": "gelu",
     "CELU": "celu",
     "ELU": "elu",
-    "Identity": "identity",
+    "GELU": "gelu",
     "Hardshrink": "hardshrink",
     "Hardsigmoid": "hardsigmoid",
     "Hardswish": "hardswish",
     "Hardtanh": "hardtanh",
-    "ReLU": "relu",
+    "Identity": "identity",
     "LeakyReLU": "leaky_relu",
     "LogSigmoid": "logsigmoid",
     "Mish": "mish",
     "RReLU": "rrelu",
-    "SiLU": "silu",
+    "ReLU": "relu",
     "ReLU6": "relu6",
     "SELU": "selu",
+    "SiLU": "silu",
     "Sigmoid": "sigmoid",
-    "Tanh": "tanh",
     "Softplus": "softplus",
     "Softshrink": "softshrink",
     "Softsign": "softsign",
-}
+    "Tanh": "tanh",
     "Tanhshrink": "tanhshrink",
+}
 
 
 @dataclass(frozen=True, slots=True)
