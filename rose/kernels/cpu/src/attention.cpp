@@ -19,7 +19,9 @@
 namespace rose {
 namespace {
 
-constexpr int64_t kTaskRows = 96;  // rows of a task, roughly: enough to pay for transposed keys
+// Rows of a task, roughly. Each task transposes its keys, so larger ones are better where they are
+// many enough for all threads.
+constexpr int64_t kTaskRows = 96, kLargeTaskRows = 512;
 constexpr double kNsPerExp = 1.0;
 
 // Queries [first, last) of a sequence with the kv heads [first_head, last_head).
@@ -56,6 +58,13 @@ struct Call {
   float* out;
 
   int64_t group() const { return spec.num_heads / spec.num_kv_heads; }
+  int64_t queries_of(int64_t rows) const { return std::max<int64_t>(1, rows / group()); }
+
+  int64_t chunks(int64_t queries) const {
+    int64_t count = 0;
+    for (int64_t s = 0; s < batch.count; ++s) count += ceil_div(batch.query_lens[s], queries);
+    return count;
+  }
 
   Rows rows(const float* base, int64_t stride, int64_t sequence, int64_t kv_head) const {
     base += kv_head * spec.head_dim;
@@ -284,10 +293,13 @@ ROSE_API void rose_attend(const RoseAttention* spec, const RoseSequences* batch,
                           int64_t ldq, const float* k, int64_t ldk, const float* v, int64_t ldv,
                           float* out, int32_t threads) {
   const Call call{*spec, *batch, q, k, v, ldq, ldk, ldv, out};
-  const int64_t step = std::max<int64_t>(1, kTaskRows / call.group());
-  int64_t chunks = 0;
-  for (int64_t s = 0; s < batch->count; ++s) chunks += ceil_div(batch->query_lens[s], step);
-  const int64_t heads = spec->num_kv_heads, share = chunks >= 4 * threads ? heads : 1;
+  const int64_t heads = spec->num_kv_heads, enough = 4 * threads;
+  int64_t step = call.queries_of(kLargeTaskRows), chunks = call.chunks(step);
+  if (heads * chunks < enough) {
+    step = call.queries_of(kTaskRows);
+    chunks = call.chunks(step);
+  }
+  const int64_t share = chunks >= enough ? heads : 1;
   std::vector<Task> tasks;
   double ns = 0;
   for (int64_t s = 0; s < batch->count; ++s) {

@@ -108,7 +108,8 @@ constexpr std::array<Multiply<Columns>, sizeof...(R)> multiply_table(
 template <class Columns>
 constexpr auto kMultiply = multiply_table<Columns>(std::make_integer_sequence<int, kRows>());
 
-// Cuts rows into the fewest blocks of at most `most`, which differ by one row at most.
+// Cuts rows, or whatever is counted, into the fewest blocks of at most `most`, which differ by one at
+// most.
 struct Blocks {
   int64_t rows, count;
   explicit Blocks(int64_t rows, int64_t most = kRows) : rows(rows), count(ceil_div(rows, most)) {}

@@ -142,16 +142,16 @@ void run(const Job& job, int64_t rows, int threads) {
   const RoseLinear& w = job.linear;
   const int64_t panels = num_panels(w), bytes = std::max<int64_t>(1, panel_bytes(w));
   const int64_t fitting = std::max<int64_t>(1, kCacheBytes / bytes);
-  const int64_t group = std::min(ceil_div(panels, 4 * threads), fitting);
-  const Blocks blocks(rows, is_quantized(w) ? kCodedRows : kRows);
+  const int64_t most = std::min(ceil_div(panels, 8 * threads), fitting);
+  const Blocks tasks(panels, most), blocks(rows, is_quantized(w) ? kCodedRows : kRows);
   const double ns_per_fma = is_quantized(w) ? kNsPerFma / 2 : kNsPerFma;
   const double ns = std::max(rows * ns_per_fma * kWidth * w.inputs, kNsPerByte * bytes) * panels;
   const Coded coded = is_quantized(w) ? encode(job, rows, threads) : Coded{};
-  parallel(threads, ceil_div(panels, group), static_cast<int64_t>(ns), [&](int64_t task) {
-    const int64_t last = std::min(panels, (task + 1) * group);
+  parallel(threads, tasks.count, static_cast<int64_t>(ns), [&](int64_t task) {
     for (int64_t b = 0; b < blocks.count; ++b) {
       const int64_t row = blocks.start(b), count = blocks.start(b + 1) - row;
-      for (int64_t p = task * group; p < last; ++p) block(job, coded, p, row, count);
+      for (int64_t p = tasks.start(task); p < tasks.start(task + 1); ++p)
+        block(job, coded, p, row, count);
     }
   });
 }
