@@ -86,14 +86,26 @@ def read_quantization(values: "Mapping[str, Any]", file: str) -> str | None:
     found = values.get(CONFIG_KEY)
     if not found:
         return None
-    method = found.get("quant_method") if isinstance(found, dict) else None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file}: {CONFIG_KEY}: an object is expected, found {found!r}")
+    method = found.get("quant_method") or _unsaid_method(found)
     if method != METHOD:
-        raise CheckpointError(f"{file}: {CONFIG_KEY}: {method!r} checkpoints are not supported")
+        raise CheckpointError(
+            f"{file}: {CONFIG_KEY}: checkpoints in {method} are not supported, only those that "
+            "`rose convert --quantization` writes"
+        )
     kind = found.get("kind")
     if kind not in QUANTIZATIONS:
         known = ", ".join(QUANTIZATIONS)
         raise CheckpointError(f"{file}: {CONFIG_KEY}: kind: {kind!r} is unknown. Known: {known}.")
     return str(kind)
+
+
+def _unsaid_method(found: "Mapping[str, Any]") -> str:
+    """Return the method of a config without quant_method: the older bitsandbytes wrote none."""
+    if any(key.startswith(("load_in_", "bnb_", "llm_int8_")) for key in found):
+        return "bitsandbytes"
+    return f"an unknown quantization (no quant_method, but {', '.join(sorted(found))})"
 
 
 def plain_shape(name: str, shape: "tuple[int, ...]", dtype: str) -> "tuple[int, ...]":

@@ -178,7 +178,7 @@ def test_good_values(http):
     assert answer(http, best_of=2, n=2)
     assert answer(http, suffix="", best_of=None)
     assert answer(http, response_format={"type": "json_object"})
-    assert http.client.calls[-1][1].grammar == "{}"
+    assert http.client.calls[-1][1].grammar == '{"type": "object"}'
 
 
 # Echo and log-probabilities

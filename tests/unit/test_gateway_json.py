@@ -57,6 +57,43 @@ def test_refuses(body):
     refusal(body)
 
 
+@pytest.mark.parametrize(
+    ("body", "field", "value"),
+    [
+        (b'{"input":"x","dimensions":6.0}', "dimensions", 6),
+        (b'{"input":"x","dimensions":1e1}', "dimensions", 10),
+        (b'{"input":[5.0,6]}', "input", [5, 6]),
+        (b'{"input":[[5,6.0],[7.0]],"dimensions":8.0}', "input", [[5, 6], [7]]),
+        (
+            b'{"dimensions":6.0,"chat_template_kwargs":{"a":1.0}}',
+            "chat_template_kwargs",
+            {"a": 1.0},
+        ),
+    ],
+)
+def test_whole_numbers_are_integers(body, field, value):
+    found = getattr(decode(body, DECODER), field)
+    assert found == value
+    assert repr(found) == repr(value)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b'{"input":"x","dimensions":6.5}', "dimensions"),
+        (b'{"input":"x","dimensions":0.0}', "dimensions"),
+        (b'{"input":"x","dimensions":1e300}', "dimensions"),
+        (b'{"input":[5.0,6.5]}', "input[1]"),
+        (b'{"input":["x",6.5]}', "input[1]"),
+        (b'{"input":6.0}', "input"),
+        (b'{"dimensions":6.0,"model":3.0}', "model"),
+        (b'{"dimensions":6.0,"zzz":"\\ud83d"}', None),
+    ],
+)
+def test_other_numbers_are_no_integers(body, param):
+    assert refusal(body).param == param
+
+
 @pytest.mark.parametrize("field", ["input", "user", "unknown", "model"])
 @pytest.mark.parametrize(
     "text",

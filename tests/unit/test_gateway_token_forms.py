@@ -17,7 +17,7 @@ def client():
 
 @pytest.fixture
 def served(client):
-    return Http({"stub": client}, max_inputs=4, max_tokenize_chars=200)
+    return Http({"stub": client}, max_inputs=4, max_tokenize_chars=1600)
 
 
 def token(identity, text, start=None, stop=None):

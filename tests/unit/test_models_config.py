@@ -146,6 +146,22 @@ def test_wrong_values_name_file_and_key(folder, key, value):
     assert str(folder / "config.json") in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ({"load_in_4bit": True}, "bitsandbytes"),
+        ({"_load_in_8bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes"),
+        ({"quant_method": "awq"}, "awq"),
+        ({"bits": 4}, "an unknown quantization .*bits"),
+        ("int8", "an object is expected"),
+    ],
+)
+def test_foreign_quantizations_are_named(folder, value, named):
+    write(folder / "config.json", BERT | {"quantization_config": value})
+    with pytest.raises(CheckpointError, match=rf"quantization_config: .*{named}"):
+        plan_checkpoint(folder)
+
+
 def test_infinite_numbers_are_refused(folder):
     (folder / "config.json").write_text('{"model_type": "bert", "layer_norm_eps": Infinity}')
     with pytest.raises(CheckpointError, match="layer_norm_eps"):

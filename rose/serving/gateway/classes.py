@@ -7,9 +7,9 @@ import numpy as np
 
 from rose.models.card import ModelCard
 from rose.serving.gateway.chat_texts import render_text, template_edges
-from rose.serving.gateway.embedding_input import Texts
+from rose.serving.gateway.embedding_input import Texts, check_known
 from rose.serving.gateway.errors import bad_request
-from rose.serving.gateway.pairs import PairRules, PreparedPairs, check_known, prepare_pairs
+from rose.serving.gateway.pairs import PairRules, PreparedPairs, prepare_pairs
 from rose.serving.gateway.templates import TemplateError
 from rose.serving.gateway.tokenization import Ids, Tokenizer
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from rose.models.card import EmbeddingCard, ModelCard
 from rose.serving.gateway.contextual_schemas import ContextualRequest
+from rose.serving.gateway.embedding_input import check_known
 from rose.serving.gateway.errors import bad_request
 from rose.serving.gateway.prompts import choose_prompt
 from rose.serving.gateway.schemas import EmbeddingRequest
@@ -78,6 +79,8 @@ def prepare_documents(
     whole = sum(len(ids) for ids, _ in built)
     fitted = [layout.fit(f"input[{i}]", *document, limit) for i, document in enumerate(built)]
     ids, spans = ([pair[i] for pair in fitted] for i in (0, 1))
+    for i, row in enumerate(ids):
+        check_known(f"input[{i}]", row, card.vocab_size)
     return Documents(ids, spans, whole - sum(map(len, ids)))
 
 

@@ -74,6 +74,17 @@ def prepare(
     Raises:
         ApiError: 400, naming the text at fault.
     """
+    prepared = _prepare(body, card, tokenizer, settings)
+    several = isinstance(body.input, list) and not isinstance(body.input[0], int)
+    whole = "input" if body.messages is None else "messages"
+    for i, ids in enumerate(prepared.ids):
+        check_known(f"input[{i}]" if several else whole, ids, card.vocab_size)
+    return prepared
+
+
+def _prepare(
+    body: EmbeddingRequest, card: ModelCard, tokenizer: Tokenizer, settings: GatewaySettings
+) -> Prepared:
     assert card.embedding is not None
     limit = limit_of(body, card, settings)
     if body.messages is not None:
@@ -125,6 +136,17 @@ def check_ids(place: str, row: Sequence[int], vocab_size: int) -> None:
         at = next(i for i, token in enumerate(row) if not 0 <= token < vocab_size)
         message = f"token id {str(row[at])[:24]} is not in the vocabulary (0 to {vocab_size - 1})."
         raise bad_request(f"'{place}[{at}]': {message}", f"{place}[{at}]")
+
+
+def check_known(place: str, ids: Ids, vocab_size: int) -> None:
+    """Refuses a text with a token that the tokenizer knows, but the model has no row for.
+
+    Raises:
+        ApiError: 400, naming the text.
+    """
+    if len(ids) and ids.max() >= vocab_size:
+        message = f"'{place}' holds token {ids.max()}; the model knows 0 to {vocab_size - 1}."
+        raise bad_request(message, place)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from rose.runtime.options import SamplingParams
 from rose.serving.gateway.choice import Choice
 from rose.serving.gateway.conversation import render_turns, turns_of
 from rose.serving.gateway.detokenization import TokenTable
-from rose.serving.gateway.embedding_input import check_ids
+from rose.serving.gateway.embedding_input import check_ids, check_known
 from rose.serving.gateway.errors import ApiError, bad_request
 from rose.serving.gateway.generation_schemas import (
     ChatRequest,
@@ -212,6 +212,7 @@ def _tokenized(
     for place, row in zip(texts, rows, strict=True):
         if not len(row):
             raise bad_request(f"'{place}' is empty: there is nothing to go on from.", place)
+        check_known(place, row, card.vocab_size)
     added = len(tokenizer.prefix) if special else 0
     return {
         place: Prompt(row, text, added)

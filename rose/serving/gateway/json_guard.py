@@ -8,7 +8,7 @@ passes at memory speed, so that a body of many megabytes costs little.
 import re
 from contextlib import suppress
 from math import isinf
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -21,13 +21,15 @@ _OPEN, _CLOSE = frozenset(b"[{"), frozenset(b"]}")
 _NOT_BRACKETS = bytes(set(range(256)) - _OPEN - _CLOSE)
 _EXPONENT = re.compile(rb"[eE]\+?[0-9]{3,}")  # the largest number is 1.8e308
 _MANTISSA_DIGITS = 400
+_FLOAT = re.compile(r"^Expected `[^`]*\bint\b[^`]*`, got `float` - at `\$\.(\w+)")
+_EXACT = 2**53  # a float below is exactly the integer that was meant
 _SEPARATORS = frozenset((b",", b", ", b""))
 
 T = TypeVar("T")
 
 
 def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-    """Parses a request body strictly.
+    """Parses a request body strictly. A number such as 6.0 is an integer, as JSON Schema has it.
 
     Raises:
         ApiError: 400, naming the field where there is one.
@@ -35,10 +37,51 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     check_structure(body)
     try:
         return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        if _field_of_float(error) is not None:
+            return _decode_floats(body, decoder)
+        raise from_decoding(error, decoder.type) from None
     except msgspec.DecodeError as error:
         raise from_decoding(error, decoder.type) from None
     except RecursionError:  # cannot happen below MAX_DEPTH, unless the stack is deep already
         raise bad_request("The body is nested too deeply.", code="invalid_json") from None
+
+
+def _decode_floats(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    """Parses a body with a float where an integer belongs; those that are whole become integers.
+
+    Only fields that msgspec complains of are changed: 1.0 stays what it is in a free-form value.
+    """
+    try:
+        value = msgspec.json.decode(body)
+    except msgspec.DecodeError as error:  # in a field that nobody reads
+        raise from_decoding(error, decoder.type) from None
+    changed: set[str | None] = set()
+    while True:
+        try:
+            return cast("T", msgspec.convert(value, decoder.type, str_keys=True))
+        except msgspec.ValidationError as error:
+            field = _field_of_float(error)
+            if field is None or field in changed:
+                raise from_decoding(error, decoder.type) from None
+            value[field] = _with_integers(value[field])
+            changed.add(field)
+
+
+def _field_of_float(error: msgspec.ValidationError) -> str | None:
+    """The field of the body where there is a float that should be something else."""
+    found = _FLOAT.search(str(error))
+    return found and found[1]
+
+
+def _with_integers(value: Any) -> Any:  # noqa: ANN401 - any JSON
+    if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:
+        return int(value)
+    if isinstance(value, list):
+        return [_with_integers(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _with_integers(item) for key, item in value.items()}
+    return value
 
 
 def check_structure(body: bytes) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from rose.models.card import ModelCard, PairTemplate
 from rose.serving.gateway.chat_texts import render_pair, template_edges
+from rose.serving.gateway.embedding_input import check_known
 from rose.serving.gateway.errors import ApiError, bad_request
 from rose.serving.gateway.templates import TemplateError
 from rose.serving.gateway.tokenization import GROUP_CHARS, Ids, TokenizationError, Tokenizer
@@ -91,17 +92,6 @@ def prepare_pairs(
             raise bad_request(f"'{place}' has no tokens, and neither has its query.", place)
         check_known(place, ids, card.vocab_size)
     return prepared
-
-
-def check_known(place: str, ids: Ids, vocab_size: int) -> None:
-    """Refuses a text with a token that the tokenizer knows, but the model has no row for.
-
-    Raises:
-        ApiError: 400, naming the text.
-    """
-    if len(ids) and ids.max() >= vocab_size:
-        message = f"'{place}' holds token {ids.max()}; the model knows 0 to {vocab_size - 1}."
-        raise bad_request(message, place)
 
 
 def longest_first(first: int, second: int, room: int) -> tuple[int, int]:

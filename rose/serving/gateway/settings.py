@@ -21,7 +21,8 @@ class GatewaySettings:
         request_timeout_s: Time for an answer; None is for ever.
         tokenizer_threads: Threads that parse, tokenise and encode; large bodies have half as many
             of their own, so that small ones do not wait for them.
-        max_tokenize_chars: Longest text that /tokenize takes, and most token ids that become text.
+        max_tokenize_chars: Longest text that /tokenize takes (an eighth of it with places of
+            tokens), and most token ids that become text.
         strict_dimensions: Whether `dimensions` is refused for a model that does not declare
             Matryoshka training (and, for one that does, every width that it does not list).
         truncate: Whether input that is too long is cut when the request does not say.

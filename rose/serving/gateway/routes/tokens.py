@@ -1,39 +1,48 @@
 """POST /tokenize and /detokenize."""
 
-from collections.abc import Iterable, Sized
+from collections.abc import Callable, Iterable, Sized
 
 from starlette.responses import Response
 from tokenizers import Encoding
 
 from rose.models.card import ModelCard
+from rose.serving.gateway.conversation import render_turns, turns_of
 from rose.serving.gateway.embedding_input import check_ids
 from rose.serving.gateway.errors import bad_request
+from rose.serving.gateway.generation_schemas import ChatRequest
 from rose.serving.gateway.operation import BODY_ERRORS, Call, Operation
 from rose.serving.gateway.prompts import choose_prompt
 from rose.serving.gateway.routes.models import json_response
-from rose.serving.gateway.schemas import (
+from rose.serving.gateway.schemas import EmbeddingRequest
+from rose.serving.gateway.settings import GatewaySettings
+from rose.serving.gateway.tei_schemas import SimpleToken
+from rose.serving.gateway.token_schemas import (
     DetokenizeAnswer,
     DetokenizeRequest,
-    EmbeddingRequest,
     TokenizeAnswer,
     TokenizeRequest,
 )
-from rose.serving.gateway.settings import GatewaySettings
-from rose.serving.gateway.tei_schemas import SimpleToken
+from rose.serving.gateway.tools import forced_call
+
+# Of the characters that /tokenize takes, those that get the places of their tokens: these are made
+# and written in calls that let no other thread run.
+PLACES_SHARE = 8
+# What there can be to tokenise: one of these.
+_FORMS = ("prompt", "text", "messages", "inputs")
 
 
 async def tokenize(call: Call[TokenizeRequest]) -> Response:
-    """Token ids of a text; nothing is cut."""
+    """Token ids of a text or of a conversation; nothing is cut."""
     body = call.body
+    _check_forms(body)
     if body.inputs is not None:
         return await _tei_tokens(call, body.inputs)
-    text = _text_of(body, call.gateway.settings.max_tokenize_chars)
     model = call.gateway.table.choose(body.model)
+    text_of, special = _source_of(body, model.card, call.gateway.settings.max_tokenize_chars)
     tokenizer = await model.tokenizer(call.gateway.pool)
-    special = body.add_special_tokens is not False
 
     def work() -> Response:
-        tokens = tokenizer.encode([text], add_special_tokens=special)[0].tolist()
+        tokens = tokenizer.encode([text_of()], add_special_tokens=special)[0].tolist()
         strings = tokenizer.token_strings(tokens) if body.return_token_strs else None
         answer = TokenizeAnswer(
             tokens=tokens,
@@ -50,7 +59,7 @@ async def _tei_tokens(call: Call[TokenizeRequest], inputs: str | list[str]) -> R
     """The tokens of each text with their places in it, as TEI answers."""
     body, settings = call.body, call.gateway.settings
     texts = [inputs] if isinstance(inputs, str) else inputs
-    _check_inputs(body, texts, settings)
+    _check_inputs(texts, settings)
     model = call.gateway.table.choose(body.model)
     prompt = _prompt_of(body, model.card)
     tokenizer = await model.tokenizer(call.gateway.pool)
@@ -78,18 +87,15 @@ def simple_tokens(text: str, encoding: Encoding) -> list[SimpleToken]:
     ]
 
 
-def _check_inputs(body: TokenizeRequest, texts: list[str], settings: GatewaySettings) -> None:
-    for name in ("prompt", "text"):
-        if getattr(body, name) is not None:
-            raise bad_request(f"Give '{name}' or 'inputs', not both.", "inputs")
+def _check_inputs(texts: list[str], settings: GatewaySettings) -> None:
     if not texts:
         raise bad_request("'inputs' is an empty list.", "inputs")
     if len(texts) > settings.max_inputs:
         message = f"'inputs' has {len(texts)} items; at most {settings.max_inputs} a request."
         raise bad_request(message, "inputs")
     chars = sum(map(len, texts))
-    if chars > settings.max_tokenize_chars:
-        most = settings.max_tokenize_chars
+    most = settings.max_tokenize_chars // PLACES_SHARE
+    if chars > most:
         message = f"'inputs' has {chars} characters; at most {most} are tokenised."
         raise bad_request(message, "inputs")
 
@@ -102,17 +108,49 @@ def _prompt_of(body: TokenizeRequest, card: ModelCard) -> str:
     return choose_prompt(EmbeddingRequest(prompt_name=body.prompt_name), card.embedding)
 
 
-def _text_of(body: TokenizeRequest, max_chars: int) -> str:
-    if body.prompt is not None and body.text is not None:
-        raise bad_request("Give 'prompt' or 'text', not both.", "text")
-    text = body.prompt if body.prompt is not None else body.text
-    if text is None:
+def _check_forms(body: TokenizeRequest) -> None:
+    """Refuses a request with more or less than one thing to tokenise."""
+    given = [name for name in _FORMS if getattr(body, name) is not None]
+    if not given:
         raise bad_request("'prompt' is missing.", "prompt")
-    if len(text) > max_chars:
-        name = "prompt" if body.prompt is not None else "text"
-        message = f"'{name}' has {len(text)} characters; at most {max_chars} are tokenised."
-        raise bad_request(message, name)
+    if len(given) > 1:
+        raise bad_request(f"Give '{given[0]}' or '{given[1]}', not both.", given[1])
+
+
+def _source_of(
+    body: TokenizeRequest, card: ModelCard, max_chars: int
+) -> tuple[Callable[[], str], bool]:
+    """What makes the text, off the event loop, and whether it gets special tokens."""
+    if body.messages is not None:
+        chat = ChatRequest(
+            messages=body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            chat_template_kwargs=body.chat_template_kwargs,
+            tools=body.tools,
+        )
+        return lambda: _conversation(chat, card, max_chars), bool(body.add_special_tokens)
+    name = "text" if body.prompt is None else "prompt"
+    text = getattr(body, name)
+    _check_chars(name, text, max_chars)
+    return lambda: text, body.add_special_tokens is not False
+
+
+def _conversation(chat: ChatRequest, card: ModelCard, max_chars: int) -> str:
+    """The prompt of a conversation, as a chat completion has it."""
+    forced_call(chat, card)  # checks the tools
+    turns = turns_of(chat, card)
+    for i, turn in enumerate(turns):
+        _check_chars(f"messages[{i}]", turn["content"], max_chars)
+    text = render_turns(chat, turns, card)
+    _check_chars("messages", text, max_chars)
     return text
+
+
+def _check_chars(name: str, text: str, most: int) -> None:
+    if len(text) > most:
+        message = f"'{name}' has {len(text)} characters; at most {most} are tokenised."
+        raise bad_request(message, name)
 
 
 async def detokenize(call: Call[DetokenizeRequest]) -> Response:
@@ -156,7 +194,8 @@ OPERATIONS = (
         tag="Tokens",
         body=TokenizeRequest,
         answer=TokenizeAnswer | list[list[SimpleToken]],
-        description="`prompt` or `text` for one text's ids; `inputs` for the answer of TEI.",
+        description="`prompt` or `text` for one text's ids, `messages` for those of a "
+        "conversation; `inputs` for the answer of TEI.",
         example={"prompt": "a red kite over the hill"},
         statuses=BODY_ERRORS,
     ),
