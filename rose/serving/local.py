@@ -19,10 +19,11 @@ from rose.runtime.embedding import EmbeddingRuntime
 from rose.runtime.errors import NonFiniteError, RequestError
 from rose.runtime.options import OUTPUT_DTYPES, EmbedOptions, OutputDtype, SamplingParams
 from rose.serving.gateway.chat_texts import render_text, template_edges
+from rose.serving.gateway.choice import CONTEXT_TOKENS
 from rose.serving.gateway.detokenization import TokenTable
 from rose.serving.gateway.templates import TemplateError, render
 from rose.serving.gateway.tokenization import Tokenizer
-from rose.serving.local_generation import Completion, LocalGenerator, Request
+from rose.serving.local_generation import ChatPrompt, Completion, LocalGenerator, Request
 from rose.serving.local_rows import Progress, run_rows
 from rose.serving.local_scores import ScoreMethods
 
@@ -271,7 +272,7 @@ class Engine(ScoreMethods):
         Raises:
             RequestError: the model cannot generate.
         """
-        requests = (self._request(prompt, params) for prompt, params in prompts)
+        requests = (self._checked(prompt, params) for prompt, params in prompts)
         return self._generator().run(requests, stop, on_tokens)
 
     def stream(
@@ -282,10 +283,10 @@ class Engine(ScoreMethods):
         Raises:
             RequestError: the prompt or a parameter does not fit.
         """
-        ids = self._prompt_ids(prompt)
-        return self._generator().stream(ids, params or SamplingParams(), stop)
+        request = self._request(prompt, params or SamplingParams())
+        return self._generator().stream(request, stop)
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> ChatPrompt:
         """Render a conversation with the model's chat template, ready for the model's answer.
 
         Args:
@@ -298,8 +299,7 @@ class Engine(ScoreMethods):
             TemplateError: the model has no chat template, or it refuses the messages.
         """
         text = render(self.card.tokenizer, messages, add_generation_prompt=True)
-        ids: list[int] = self._tokenizer.encode([text], add_special_tokens=False)[0].tolist()
-        return ids
+        return ChatPrompt(self._tokenizer.encode([text], add_special_tokens=False)[0].tolist())
 
     def sampling_params(self, **values: Any) -> SamplingParams:  # noqa: ANN401 - as the class
         """Make `SamplingParams` with the checkpoint's defaults for what is None or left out.
@@ -345,11 +345,16 @@ class Engine(ScoreMethods):
             self._local_generator = LocalGenerator(self._served.generation, table)
         return self._local_generator
 
-    def _request(self, prompt: Text, params: SamplingParams) -> Request | Exception:
+    def _checked(self, prompt: Text, params: SamplingParams) -> Request | Exception:
         try:
-            return self._prompt_ids(prompt), params
+            return self._request(prompt, params)
         except ValueError as error:
             return error
+
+    def _request(self, prompt: Text, params: SamplingParams) -> Request:
+        ids = self._prompt_ids(prompt)
+        begins = isinstance(prompt, ChatPrompt)
+        return Request(ids, params, () if begins else ids[-CONTEXT_TOKENS:].tolist())
 
     def _prompt_ids(self, prompt: Text) -> Ids:
         """Return the ids of a prompt; the runtime checks their number."""

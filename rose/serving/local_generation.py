@@ -3,6 +3,7 @@
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,6 @@ from rose.serving.gateway.detokenization import IncrementalDetokenizer, StopStri
 from rose.serving.interrupts import interrupts_held
 
 Ids = npt.NDArray[np.int32]
-Request = tuple[Ids, SamplingParams]
 
 _LEAST_POSITIVE = 5e-324
 _RANGES = {
@@ -33,6 +33,22 @@ _RANGES = {
     "logprobs": (0, inf),
     "prompt_logprobs": (0, inf),
 }
+
+
+class ChatPrompt(list[int]):
+    """Token ids of a conversation: what comes after them begins a text, as `context` has it."""
+
+
+class Request(NamedTuple):
+    """A prompt to continue, and how.
+
+    `context` are the last of its ids where the output goes on in their text, none where it begins
+    a text of its own: the decoders of some tokenizers drop a blank at the beginning of a text.
+    """
+
+    ids: Ids
+    params: SamplingParams
+    context: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -164,15 +180,13 @@ class LocalGenerator:
         finally:
             self._drop(outputs.values())
 
-    def stream(
-        self, ids: Ids, params: SamplingParams, stop: Sequence[str]
-    ) -> Generator[str, None, None]:
+    def stream(self, request: Request, stop: Sequence[str]) -> Generator[str, None, None]:
         """Continue one prompt; yields its text piece by piece.
 
         Raises:
             RequestError: it can never be served.
         """
-        output = self._start((ids, params), stop)
+        output = self._start(request, stop)
         shown = 0
         try:
             while not output.ended or shown < len(output.pieces):
@@ -204,13 +218,13 @@ class LocalGenerator:
                 yield index, error
 
     def _start(self, request: Request, stop: Sequence[str]) -> _Output:
-        ids, params = request
+        ids, params, context = request
         _check_ranges(params)
         output = _Output(
             request_id=self._next_id,
             prompt_tokens=len(ids),
             min_tokens=params.min_tokens,
-            detokenizer=IncrementalDetokenizer(self._table),
+            detokenizer=IncrementalDetokenizer(self._table, context=context),
             stops=StopStrings([stop] if isinstance(stop, str) else stop),
         )
         with interrupts_held():

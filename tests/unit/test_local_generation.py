@@ -7,8 +7,9 @@ from contextlib import closing
 from itertools import islice, repeat
 
 import pytest
+import tokenizers
 import torch
-from tokenizers import pre_tokenizers
+from tokenizers import decoders, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from rose import Completion, Engine, SamplingParams
@@ -501,6 +502,22 @@ def test_another_thread_can_generate(engine):
 
 
 # Chat
+
+
+def test_a_continuation_keeps_its_first_blank_and_an_answer_begins_without(path, tmp_path):
+    path = copy(path, tmp_path / "llm")
+    tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer.decoder = decoders.Metaspace("h")  # a letter that stands for a blank
+    tokenizer.save(str(path / "tokenizer.json"))
+    blank = tokenizer.token_to_id("h")
+    params = SamplingParams(temperature=0, max_tokens=2, logit_bias={blank: 1e6})
+    with Engine(path, max_num_seqs=2, max_model_len=128) as engine:
+        ids = tokenizer.encode("a").ids
+        found = engine.generate(["a", ids], params)
+        assert [done.text for done in found] == ["  ", "  "]
+        assert "".join(engine.stream("a", params)) == "  "
+        prompt = engine.chat_prompt([{"role": "user", "content": "a"}])
+        assert engine.generate([prompt], params)[0].text == " "
 
 
 def test_a_chat_prompt_is_what_transformers_makes(engine, tokenizer):
