@@ -61,23 +61,41 @@ def finish(
         ValueError: `dimensions` or `output_dtype` cannot be, or `normalize` does not go with them.
     """
     array = np.asarray(vectors_BD, dtype=np.float32)
-    cut = _cut(array, options.dimensions)
-    normalize = normalize_default if options.normalize is None else options.normalize
-    if options.output_dtype not in QUANTIZERS:
-        known = ", ".join(QUANTIZERS)
-        raise ValueError(f"output_dtype: {options.output_dtype!r} is not among {known}")
+    normalize = check_output(options, array.shape[-1], normalize_default, quantizer)
+    cut = array[:, : options.dimensions]
     if quantizer == "tanh":
         return np.ascontiguousarray(_tanh_codes(cut, options.output_dtype, normalize=normalize))
     quantize = QUANTIZERS[options.output_dtype]
     return np.ascontiguousarray(quantize(l2_normalize(cut) if normalize else cut))
 
 
+def check_output(
+    options: OutputOptions, width: int, normalize_default: bool, quantizer: str = "scale"
+) -> bool:
+    """Check what a request wants of vectors of `width` numbers; other arguments are as in `finish`.
+
+    Returns:
+        Whether vectors are normalised.
+
+    Raises:
+        ValueError: as `finish` raises it; the message begins with the field's name.
+    """
+    if options.dimensions is not None and not 1 <= options.dimensions <= width:
+        raise ValueError(f"dimensions: must be from 1 to {width}, not {options.dimensions}")
+    if options.output_dtype not in QUANTIZERS:
+        known = ", ".join(QUANTIZERS)
+        raise ValueError(f"output_dtype: {options.output_dtype!r} is not among {known}")
+    normalize = normalize_default if options.normalize is None else options.normalize
+    if quantizer == "tanh" and normalize and not options.output_dtype.startswith("float"):
+        message = f"normalize: {options.output_dtype} codes of this model are not normalised"
+        raise ValueError(message)
+    return normalize
+
+
 def _tanh_codes(
     array: "NDArray[np.float32]", output_dtype: str, *, normalize: bool
 ) -> "NDArray[Any]":
     """Quantise as pplx-embed's FlexibleQuantizer does."""
-    if normalize and not output_dtype.startswith("float"):
-        raise ValueError(f"normalize: {output_dtype} codes of this model are not normalised")
     if output_dtype in ("binary", "ubinary"):
         bits = np.packbits(array >= 0, axis=-1)
         return bits if output_dtype == "ubinary" else (bits.astype(np.int16) - 128).astype(np.int8)
@@ -87,15 +105,6 @@ def _tanh_codes(
     if output_dtype == "uint8":
         return (codes + 128).astype(np.uint8)
     return QUANTIZERS[output_dtype](l2_normalize(codes) if normalize else codes)
-
-
-def _cut(array: "NDArray[np.float32]", dimensions: int | None) -> "NDArray[np.float32]":
-    width = array.shape[-1]
-    if dimensions is None:
-        return array
-    if not 1 <= dimensions <= width:
-        raise ValueError(f"dimensions: from 1 to {width} is possible, found {dimensions}")
-    return array[:, :dimensions]
 
 
 def l2_normalize(array: "NDArray[np.float32]") -> "NDArray[np.float32]":

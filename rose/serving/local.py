@@ -13,11 +13,11 @@ import numpy.typing as npt
 
 from rose.models.card import ChatTexts, EmbeddingCard, ModelCard
 from rose.models.generation import SAMPLING
-from rose.models.output import finish
+from rose.models.output import check_output, finish
 from rose.runtime.build import ModelOptions, build
 from rose.runtime.embedding import EmbeddingRuntime
 from rose.runtime.errors import NonFiniteError, RequestError
-from rose.runtime.options import OUTPUT_DTYPES, EmbedOptions, OutputDtype, SamplingParams
+from rose.runtime.options import EmbedOptions, OutputDtype, SamplingParams
 from rose.serving.gateway.chat_texts import render_text, template_edges
 from rose.serving.gateway.choice import CONTEXT_TOKENS
 from rose.serving.gateway.detokenization import TokenTable
@@ -420,15 +420,9 @@ def _at_prompt(index: int, error: Exception) -> Exception:
 def _check_options(
     facts: EmbeddingCard, dimensions: int | None, normalize: bool | None, output_dtype: OutputDtype
 ) -> EmbedOptions:
-    if output_dtype not in OUTPUT_DTYPES:
-        known = ", ".join(OUTPUT_DTYPES)
-        raise RequestError(f"output_dtype {output_dtype!r} is none of {known}", "output_dtype")
-    if dimensions is not None and not 1 <= dimensions <= facts.dimensions:
-        message = f"dimensions must be from 1 to {facts.dimensions}, not {dimensions}"
-        raise RequestError(message, "dimensions")
     options = EmbedOptions(dimensions=dimensions, normalize=normalize, output_dtype=output_dtype)
-    try:  # on one row
-        _finish(np.zeros((1, facts.dimensions), np.float32), options, facts)
+    try:
+        check_output(options, facts.dimensions, facts.normalize, facts.quantizer)
     except ValueError as error:  # it begins with the field's name
         raise RequestError(str(error), str(error).partition(":")[0]) from None
     return options

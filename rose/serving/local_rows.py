@@ -49,6 +49,31 @@ def run_rows(
     Raises:
         NonFiniteError: the model computed NaN or infinity; names `input[i]`.
     """
+    if len(ids) == 1:  # nothing to put in order
+        batch = EmbedBatch(
+            ids[0],
+            np.array([len(ids[0])], np.int32),
+            np.array([skip], np.int32),
+            None if segments is None else segments[0],
+        )
+        rows: npt.NDArray[np.float32] = runtime.step(batch).result().numpy()
+        if progress:
+            progress(1, 1)
+    else:
+        rows = _run_sorted(runtime, ids, width, batch_tokens, skip, segments, progress)
+    _check_finite(rows)
+    return rows
+
+
+def _run_sorted(
+    runtime: EmbeddingRuntime,
+    ids: Sequence[Ids],
+    width: int,
+    batch_tokens: int,
+    skip: int,
+    segments: Sequence[Ids] | None,
+    progress: Progress | None,
+) -> npt.NDArray[np.float32]:
     lengths = np.array([len(text) for text in ids], np.int32)
     order = np.argsort(-lengths, kind="stable")
     if runtime.shares_prefixes:
@@ -70,12 +95,10 @@ def run_rows(
         done += piece.last - piece.first
         if progress:
             progress(done, len(ids))
-    _check_finite(rows)
     return rows
 
 
 def _check_finite(rows: npt.NDArray[np.float32]) -> None:
-    bad = np.flatnonzero(~np.isfinite(rows).all(axis=1))
-    if len(bad):
-        field = f"input[{bad[0]}]"
+    if not np.isfinite(rows).all():
+        field = f"input[{np.flatnonzero(~np.isfinite(rows).all(axis=1))[0]}]"
         raise NonFiniteError(f"the model computed NaN or infinity for {field}", field)

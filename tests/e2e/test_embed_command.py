@@ -204,7 +204,7 @@ def test_mistakes_end_with_one_line_and_exit_code_1(model, capsys):
         "unknown prompt 'x'; the model has: passage, query"
     )
     assert error("a.txt", "--truncate", "-o", "o.npy", "--dimensions", 33) == (
-        "dimensions must be from 1 to 32, not 33"
+        "dimensions: must be from 1 to 32, not 33"
     )
     assert rose("embed", "nowhere", "a.txt", "-o", "o.npy") == 1
     assert "nowhere does not exist" in capsys.readouterr().err
