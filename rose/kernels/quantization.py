@@ -1,13 +1,17 @@
-"""Weights as whole numbers of 8 or 4 bits, with a scale for every 32 inputs of an output.
+"""Weights as whole numbers of 8 or 4 bits, with facts of every 32 inputs of an output.
+
+Of 8 bits a group has a scale. Of 4 bits it has a scale and a minimum, what code 0 means: 16 codes
+are too few to spend any beyond the group's least and greatest weight.
 
 `quantize` makes them. `quantized_linear` says what a layer with such weights computes, in torch
 ops: the kernels of `rose.kernels.cpu` compute the same, and faster. Its inputs are encoded too,
 each group of a row in 256 steps from its least number to its greatest.
 
-Shape letters: T tokens, I input channels, O output channels, G groups of inputs.
+Shape letters: T tokens, I input channels, O output channels, G groups of inputs, K inputs of one.
 """
 
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -15,24 +19,36 @@ from torch import Tensor
 
 GROUP = 32  # inputs
 BITS = {"int8": 8, "int4": 4}  # by the name of a quantization
-_ROWS = 4096  # of a matrix at a time: what is computed on the way takes several times its memory
-# Scales to try, as shares of the one that fits a group's largest weight: with few steps, a finer
-# one that cuts off the largest may fit the others better.
-_SHARES = {8: (1.0,), 4: tuple(1.0 - 0.04 * i for i in range(10))}
+_TOP = 15  # the greatest code of 4 bits
+_ELEMENTS = 1 << 20  # of a matrix at a time: what is computed on the way takes several times that
+# Of 4 bits: shares of a group's range to leave out at both ends, to try. Finer steps may fit the
+# others better than the group's least and greatest weight. Then, twice, the scale and the minimum
+# that fit the best codes best.
+_CUTS = (0.0, 0.04, 0.08)
+_REFINEMENTS = 2
+# The least scale beside the magnitude of the minimum, so that float32 holds every step.
+_FINEST = 2.0**-14
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A matrix: int8 codes [O, I], and float32 scales [O, G] that bfloat16 holds exactly."""
+    """A matrix: int8 codes [O, I], and float32 scales [O, G] that bfloat16 holds exactly.
+
+    Of 4 bits codes are 0 to 15, and `minima` [O, G] are like scales; of 8 bits they are None.
+    """
 
     codes: Tensor
     scales: Tensor
     bits: int
+    minima: Tensor | None = None
 
     def dequantize(self) -> Tensor:
         """Return what the codes mean: float32 [O, I]."""
-        scales_OI = self.scales.repeat_interleave(GROUP, 1)[:, : self.codes.shape[1]]
-        return self.codes * scales_OI
+        scaled_OI = self.codes * self._of_inputs(self.scales)
+        return scaled_OI if self.minima is None else scaled_OI + self._of_inputs(self.minima)
+
+    def _of_inputs(self, facts_OG: Tensor) -> Tensor:
+        return facts_OG.repeat_interleave(GROUP, 1)[:, : self.codes.shape[1]]
 
 
 def num_groups(inputs: int) -> int:
@@ -43,6 +59,8 @@ def num_groups(inputs: int) -> int:
 def quantize(weight_OI: Tensor, quantization: str) -> QuantizedWeight:
     """Round a matrix to the nearest codes, with the scales that lose least.
 
+    What a quantised matrix means, as float32, is quantised to the same meaning again.
+
     Args:
         weight_OI: of floating point, [O, I].
         quantization: one of `BITS`.
@@ -52,45 +70,112 @@ def quantize(weight_OI: Tensor, quantization: str) -> QuantizedWeight:
     """
     if quantization not in BITS:
         raise ValueError(f"quantization {quantization!r} is unknown. Known: {', '.join(BITS)}.")
-    bits = BITS[quantization]
-    parts = [_quantize_rows(rows, bits) for rows in weight_OI.split(_ROWS)]
-    codes_OI = torch.cat([codes for codes, _ in parts])
-    return QuantizedWeight(codes_OI, torch.cat([scales for _, scales in parts]), bits)
+    bits, inputs = BITS[quantization], weight_OI.shape[1]
+    fit = _fit_bytes if bits == 8 else _fit_nibbles
+    rows = max(1, _ELEMENTS // max(1, inputs))
+    parts = [fit(_in_groups(part.float())) for part in weight_OI.split(rows)]
+    codes_OGK, scales_OG, minima_OG = (
+        torch.cat([getattr(p, name) for p in parts]) for name in ("codes", "scales", "minima")
+    )
+    codes_OI = codes_OGK.flatten(1)[:, :inputs].to(torch.int8).contiguous()
+    return QuantizedWeight(codes_OI, scales_OG, bits, minima_OG if bits == 4 else None)
 
 
-def _quantize_rows(weight_OI: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    groups_OGK = _in_groups(weight_OI.float())
-    largest_OG = groups_OGK.abs().amax(-1)
-    if bits == 4:  # the range of codes is larger below zero: let the largest weight lie there
-        index_OG1 = groups_OGK.abs().argmax(-1, keepdim=True)
-        largest_OG = -groups_OGK.gather(-1, index_OG1).squeeze(-1)
-    top = 127 if bits == 8 else 8
-    codes_OGK, scales_OG, error_OG = None, largest_OG, torch.full_like(largest_OG, torch.inf)
-    for share in _SHARES[bits]:
-        tried_OG = (largest_OG * (share / top)).bfloat16().float()
-        tried_OGK = _codes(groups_OGK, tried_OG, bits)
-        lost_OG = (tried_OGK * tried_OG[..., None] - groups_OGK).square().sum(-1)
-        if codes_OGK is None:
-            codes_OGK, scales_OG, error_OG = tried_OGK, tried_OG, lost_OG
-            continue
-        better_OG = lost_OG < error_OG
-        codes_OGK = torch.where(better_OG[..., None], tried_OGK, codes_OGK)
-        scales_OG = torch.where(better_OG, tried_OG, scales_OG)
-        error_OG = torch.where(better_OG, lost_OG, error_OG)
-    assert codes_OGK is not None
-    return codes_OGK.flatten(1)[:, : weight_OI.shape[1]].to(torch.int8), scales_OG
+def _in_groups(x_OI: Tensor) -> Tensor:
+    """Cut inputs into groups; the last is filled up with its last input: [O, G, K]."""
+    missing = -x_OI.shape[1] % GROUP
+    filled = torch.cat([x_OI, x_OI[:, -1:].expand(-1, missing)], 1) if missing else x_OI
+    return filled.unflatten(1, (-1, GROUP))
 
 
-def _codes(groups_OGK: Tensor, scales_OG: Tensor, bits: int) -> Tensor:
-    """Return the nearest codes; a group whose scale is 0 has zeros."""
-    divisor_OG1 = torch.where(scales_OG == 0, 1.0, scales_OG)[..., None]
-    low, high = (-127, 127) if bits == 8 else (-8, 7)
-    return (groups_OGK / divisor_OG1).round().clamp(low, high).nan_to_num(0.0)
+@dataclass(slots=True)
+class _Fit:
+    """Codes of groups, with their scales and minima, and what they lose."""
+
+    codes: Tensor  # [O, G, K]
+    scales: Tensor  # [O, G]
+    minima: Tensor
+    lost: Tensor
+
+    @classmethod
+    def of(cls, groups: Tensor, scales: Tensor, minima: Tensor, least: int, most: int) -> "_Fit":
+        """Choose the nearest codes for scales and minima, once bfloat16 has rounded these."""
+        scales, minima = (x.bfloat16().float() for x in (scales, minima))
+        scales = torch.where(scales.abs() < minima.abs() * _FINEST, 0.0, scales)
+        scales_OG1, minima_OG1 = scales.unsqueeze(-1), minima.unsqueeze(-1)
+        divisor_OG1 = torch.where(scales_OG1 == 0, 1.0, scales_OG1)
+        codes_OGK = ((groups - minima_OG1) / divisor_OG1).round_().clamp_(least, most)
+        codes_OGK = (codes_OGK * (scales_OG1 != 0)).nan_to_num_(0.0)
+        lost_OGK = torch.addcmul(minima_OG1, codes_OGK, scales_OG1).sub_(groups)
+        return cls(codes_OGK, scales, minima, lost_OGK.square_().sum(-1))
+
+    def take(self, other: "_Fit", may_OG: Tensor | bool = True) -> None:
+        """Take over what loses less in another fit, where it may."""
+        better_OG = (other.lost < self.lost) & may_OG
+        self.codes = torch.where(better_OG.unsqueeze(-1), other.codes, self.codes)
+        self.scales = torch.where(better_OG, other.scales, self.scales)
+        self.minima = torch.where(better_OG, other.minima, self.minima)
+        self.lost = torch.where(better_OG, other.lost, self.lost)
 
 
-def _in_groups(x: Tensor) -> Tensor:
-    """Cut the last dimension into groups, filled up with zeros: [..., G, GROUP]."""
-    return F.pad(x, (0, -x.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
+def _fit_bytes(groups_OGK: Tensor) -> _Fit:
+    scales_OG = groups_OGK.abs().amax(-1) / 127
+    return _Fit.of(groups_OGK, scales_OG, torch.zeros_like(scales_OG), -127, 127)
+
+
+def _fit_nibbles(groups_OGK: Tensor) -> _Fit:
+    """Try scales and minima. Some weight always has code 0, so that all is found once more."""
+    fit = _fit_range(groups_OGK)
+    if not fit.lost.any():
+        return fit
+    on_grid_O1 = _on_grid(groups_OGK[:, :1])
+    if on_grid_O1.any():
+        for steps in range(_TOP, 0, -1):
+            for on_grid in _on_grids(groups_OGK, steps):
+                fit.take(on_grid, on_grid_O1)
+            if not fit.lost.any():
+                return fit
+    for below, above in product(_CUTS, _CUTS):
+        fit.take(_fit_range(groups_OGK, below, above))
+    for _ in range(_REFINEMENTS):
+        fit.take(refined := _refine(groups_OGK, fit.codes), (refined.codes == 0).any(-1))
+    return fit
+
+
+def _fit_range(
+    groups_OGK: Tensor, below: float = 0.0, above: float = 0.0, steps: int = _TOP
+) -> _Fit:
+    """Cut each group's range, without shares of it at both ends, into steps."""
+    low_OG, high_OG = groups_OGK.aminmax(dim=-1)
+    range_OG = high_OG - low_OG
+    minima_OG = (low_OG + below * range_OG).bfloat16()
+    scales_OG = (high_OG - above * range_OG - minima_OG) / steps
+    too_low_OG = low_OG - minima_OG > scales_OG / 2  # nothing would have code 0
+    higher_OG = torch.nextafter(minima_OG, torch.full_like(minima_OG, torch.inf))
+    minima_OG = torch.where(too_low_OG, higher_OG, minima_OG).float()
+    scales_OG = ((high_OG - above * range_OG - minima_OG) / steps).clamp(min=0)
+    return _Fit.of(groups_OGK, scales_OG, minima_OG, 0, _TOP)
+
+
+def _on_grids(groups_OGK: Tensor, steps: int) -> tuple[_Fit, _Fit]:
+    """Cut each group's range into steps from its least weight up, and from its greatest down."""
+    up, down = _fit_range(groups_OGK, steps=steps), _fit_range(-groups_OGK, steps=steps)
+    return up, _Fit(down.codes, -down.scales, -down.minima, down.lost)
+
+
+def _on_grid(groups_OGK: Tensor) -> Tensor:
+    """Return whether groups are whole steps from a weight at an end: [O, G]."""
+    fits = [fit for steps in range(1, _TOP + 1) for fit in _on_grids(groups_OGK, steps)]
+    return torch.stack([fit.lost == 0 for fit in fits]).any(0)
+
+
+def _refine(groups_OGK: Tensor, codes_OGK: Tensor) -> _Fit:
+    """Fit the line from codes to weights that loses least, and choose codes for that."""
+    weight_OG, code_OG = groups_OGK.mean(-1), codes_OGK.mean(-1)
+    apart_OGK = codes_OGK - code_OG.unsqueeze(-1)
+    scales_OG = (apart_OGK * groups_OGK).sum(-1) / apart_OGK.square().sum(-1)
+    scales_OG = scales_OG.clamp(min=0)
+    return _Fit.of(groups_OGK, scales_OG, weight_OG - scales_OG * code_OG, 0, _TOP)
 
 
 def encode_inputs(x_TI: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from rose.models.heads import head_tensor, share_stored_embedding
 from rose.models.layers import Projection
 from rose.models.loader import build_backbone
 from rose.models.plan import Plan, plan_checkpoint
-from rose.models.quantized import CONFIG_KEY, METHOD, check_tasks
+from rose.models.quantized import CONFIG_KEY, METHOD, VERSION, check_tasks
 from rose.models.stored_codes import store
 from rose.models.tensors import open_tensors
 from rose.models.weights import NamedTensors, name_tensors, wanted_parts
@@ -77,7 +77,7 @@ def _copy_small_files(plan: Plan, target: Path) -> None:
 
 def _note_in_config(path: Path, quantization: str) -> None:
     config = json.loads(path.read_text(encoding="utf-8"))
-    config[CONFIG_KEY] = {"quant_method": METHOD, "kind": quantization}
+    config[CONFIG_KEY] = {"quant_method": METHOD, "kind": quantization, "version": VERSION}
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

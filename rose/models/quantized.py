@@ -1,13 +1,15 @@
 """Which quantization a model is served in, and checkpoints that are stored in one. Free of torch.
 
 `rose convert --quantization` writes such a checkpoint: its config.json says so (`CONFIG_KEY`), and
-of a matrix `name` that is rounded there are two tensors in its place, its codes and its scales.
+of a matrix `name` that is rounded there are other tensors in its place: of 8 bits its codes and
+scales, of 4 bits its nibbles, scales and minima. Version 1 had codes and scales of 4 bits too.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from rose.models.config import CONFIG_FILE, Setting
 from rose.models.errors import CheckpointError
+from rose.models.weight_files import tensor_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,7 +21,13 @@ if TYPE_CHECKING:
 QUANTIZATIONS = ("int8", "int4")
 CONFIG_KEY = "quantization_config"
 METHOD = "rose"
-CODES, SCALES = "_codes", "_scales"  # what follows a matrix's name
+VERSION = 2
+# What follows a matrix's name.
+CODES, NIBBLES, SCALES, MINIMA = "_codes", "_nibbles", "_scales", "_minima"
+_OLD_INT4 = (
+    "the weights are stored in the first format of int4, which had no minima: they are served as "
+    "they are, but converting the original model once more loses less"
+)
 
 
 def choose_quantization(plan: "Plan", option: str | None) -> str | None:
@@ -36,6 +44,9 @@ def choose_quantization(plan: "Plan", option: str | None) -> str | None:
         raise ValueError(f"--quantization: {option}, but the checkpoint is stored in {stored}")
     if stored is not None:
         plan.settings.append(Setting("quantization", stored, f"{CONFIG_FILE}: {CONFIG_KEY}"))
+        names = tensor_names(plan.files) or ()
+        if stored == "int4" and not any(name.endswith(NIBBLES) for name in names):
+            plan.warnings.append(_OLD_INT4)
     elif option is not None:
         plan.settings.append(Setting("quantization", option, "option --quantization"))
     return option or stored
@@ -98,6 +109,12 @@ def read_quantization(values: "Mapping[str, Any]", file: str) -> str | None:
     if kind not in QUANTIZATIONS:
         known = ", ".join(QUANTIZATIONS)
         raise CheckpointError(f"{file}: {CONFIG_KEY}: kind: {kind!r} is unknown. Known: {known}.")
+    version = found.get("version", 1)
+    if version not in range(1, VERSION + 1):
+        raise CheckpointError(
+            f"{file}: {CONFIG_KEY}: version: {version!r} is not known to this ROSE, which reads "
+            f"versions up to {VERSION}"
+        )
     return str(kind)
 
 
@@ -110,6 +127,6 @@ def _unsaid_method(found: "Mapping[str, Any]") -> str:
 
 def plain_shape(name: str, shape: "tuple[int, ...]", dtype: str) -> "tuple[int, ...]":
     """Return the shape that a stored tensor has once it is read: two codes of 4 bits are a byte."""
-    if dtype == "U8" and name.endswith(CODES):
+    if dtype == "U8" and name.endswith((CODES, NIBBLES)):
         return (*shape[:-1], 2 * shape[-1])
     return shape

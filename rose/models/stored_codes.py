@@ -3,30 +3,33 @@
 Shape letters: I input channels, O output channels, G groups of inputs.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from rose.kernels.quantization import BITS, QuantizedWeight, num_groups, quantize
+from rose.kernels.quantization import GROUP, QuantizedWeight, num_groups, quantize
 from rose.models.errors import CheckpointError
-from rose.models.quantized import CODES, SCALES
+from rose.models.quantized import CODES, MINIMA, NIBBLES, SCALES
 from rose.models.tensors import CheckpointTensors
 
 
 def store(name: str, weight_OI: Tensor, quantization: str) -> dict[str, Tensor]:
     """Return the tensors that stand for a matrix.
 
-    Codes are int8 [O, I], or, of 4 bits, uint8 [O, I / 2]: of two neighbours the first is in the
-    lower half, and 8 is added to each. Scales are bfloat16 [O, G]. A matrix that cannot be cut like
-    that stays as it is.
+    Of 8 bits: codes, int8 [O, I], and scales, bfloat16 [O, G]. Of 4 bits: nibbles, uint8 [O, I / 2]
+    (of two neighbours the first is in the lower half), scales, and minima like scales. A matrix
+    that cannot be cut like that stays as it is.
     """
-    if BITS[quantization] == 4 and weight_OI.shape[1] % 2:
+    if quantization == "int4" and weight_OI.shape[1] % 2:
         return {name: weight_OI}
     rounded = quantize(weight_OI, quantization)
-    codes = rounded.codes
-    if rounded.bits == 4:
-        shifted = (codes + 8).to(torch.uint8)
-        codes = shifted[:, ::2] | shifted[:, 1::2] << 4
-    return {name + CODES: codes.contiguous(), name + SCALES: rounded.scales.bfloat16()}
+    scales = {name + SCALES: rounded.scales.bfloat16()}
+    if rounded.minima is None:
+        return {name + CODES: rounded.codes, **scales}
+    codes = rounded.codes.to(torch.uint8)
+    nibbles = codes[:, ::2] | codes[:, 1::2] << 4
+    return {name + NIBBLES: nibbles, **scales, name + MINIMA: rounded.minima.bfloat16()}
 
 
 def combine_codes(tensors: CheckpointTensors) -> None:
@@ -35,28 +38,38 @@ def combine_codes(tensors: CheckpointTensors) -> None:
     Raises:
         CheckpointError: scales are missing. Codes of a wrong type are found when they are read.
     """
-    for stored in [name for name in tensors if name.endswith(CODES)]:
-        name = stored.removesuffix(CODES)
-
-        def read(codes: Tensor, scales: Tensor, name: str = name) -> Tensor:
-            return _read(name, codes, scales)
-
-        tensors.combine(name, (stored, name + SCALES), read)
+    for suffix, others in ((CODES, (SCALES,)), (NIBBLES, (SCALES, MINIMA))):
+        for stored in [name for name in tensors if name.endswith(suffix)]:
+            name = stored.removesuffix(suffix)
+            parts = (stored, *(name + other for other in others))
+            tensors.combine(name, parts, partial(_read, parts))
 
 
-def _read(name: str, codes: Tensor, scales_OG: Tensor) -> Tensor:
-    bits = {torch.int8: 8, torch.uint8: 4}.get(codes.dtype)
-    if bits is None or scales_OG.dtype != torch.bfloat16 or codes.dim() != 2:
+def _read(names: tuple[str, ...], codes: Tensor, *facts: Tensor) -> Tensor:
+    is_nibbles = names[0].endswith(NIBBLES)
+    allowed = (torch.uint8,) if is_nibbles else (torch.int8, torch.uint8)
+    if codes.dtype not in allowed or codes.dim() != 2:
+        kinds = " or ".join(str(kind).removeprefix("torch.") for kind in allowed)
         raise CheckpointError(
-            f"tensor {name + CODES!r}: int8 or uint8 with scales of bfloat16 is expected, "
-            f"found {codes.dim()} dimensions of {codes.dtype} with {scales_OG.dtype}"
+            f"tensor {names[0]!r}: two dimensions of {kinds} are expected, found "
+            f"{codes.dim()} of {codes.dtype}"
         )
-    if bits == 4:
-        codes = torch.stack([codes & 15, codes >> 4], -1).flatten(1).to(torch.int8) - 8
-    groups = (codes.shape[0], num_groups(codes.shape[1]))
-    if tuple(scales_OG.shape) != groups:
+    if codes.dtype == torch.uint8:
+        codes = torch.stack([codes & 15, codes >> 4], -1).flatten(1)
+    for name, fact_OG in zip(names[1:], facts, strict=True):
+        _check_fact(name, fact_OG, codes)
+    scales_OG = facts[0].float()
+    if is_nibbles:
+        return QuantizedWeight(codes, scales_OG, 4, facts[1].float()).dequantize()
+    if codes.dtype == torch.uint8:  # of version 1: code 8 means 0, and there are no minima
+        return QuantizedWeight(codes, scales_OG, 4, -8 * scales_OG).dequantize()
+    return QuantizedWeight(codes, scales_OG, 8).dequantize()
+
+
+def _check_fact(name: str, fact_OG: Tensor, codes_OI: Tensor) -> None:
+    groups = (codes_OI.shape[0], num_groups(codes_OI.shape[1]))
+    if tuple(fact_OG.shape) != groups or fact_OG.dtype != torch.bfloat16:
         raise CheckpointError(
-            f"tensor {name + SCALES!r} has shape {list(scales_OG.shape)}, the codes ask for "
-            f"{list(groups)}"
+            f"tensor {name!r} has shape {list(fact_OG.shape)} of {fact_OG.dtype}, the codes ask "
+            f"for {list(groups)} of bfloat16: a number for every {GROUP} inputs"
         )
-    return QuantizedWeight(codes, scales_OG.float(), bits).dequantize()

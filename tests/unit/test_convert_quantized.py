@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from rose import Engine, SamplingParams
@@ -76,9 +77,13 @@ def test_every_matrix_is_rounded_and_nothing_else(tmp_path, tied):
         assert (name in after) != matrix
         if matrix:
             rows, columns = tensor.shape
-            halved = 2 if "proj" in name else 1  # the LM head keeps 8 bits
-            assert after[f"{name}_codes"].shape == (rows, columns // halved)
-            assert after[f"{name}_scales"].shape == (rows, -(-columns // 32))
+            facts = (rows, -(-columns // 32))
+            assert after[f"{name}_scales"].shape == facts
+            if "proj" in name:
+                assert after[f"{name}_nibbles"].shape == (rows, columns // 2)
+                assert after[f"{name}_minima"].shape == facts
+            else:  # the LM head keeps 8 bits
+                assert after[f"{name}_codes"].shape == (rows, columns)
         else:
             assert torch.equal(after[name], tensor)
     assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
@@ -117,7 +122,7 @@ def spoil(path, change):
         ),
         (
             lambda t: t.update({"lm_head.weight_codes": t["lm_head.weight_codes"].short()}),
-            "int8 or uint8 with scales of bfloat16 is expected",
+            "two dimensions of int8 or uint8 are expected",
         ),
         (
             lambda t: t.update({"extra_codes": t["lm_head.weight_codes"].clone()}),
@@ -130,6 +135,56 @@ def test_damaged_codes_are_refused(tmp_path, change, message):
     out = convert(source, tmp_path / "out", "int8")
     spoil(out, change)
     with pytest.raises(CheckpointError, match=message):
+        load(out)
+
+
+def test_nibbles_need_their_minima(tmp_path):
+    out = convert(tiny.save_decoder(tmp_path / "plain", "llama"), tmp_path / "out", "int4")
+    name = "model.layers.0.mlp.down_proj.weight"
+    spoil(out, lambda t: t.pop(f"{name}_minima"))
+    with pytest.raises(CheckpointError, match=f"'{name}_minima' is missing"):
+        load(out)
+
+
+def first_version(weight):
+    """4 bits as the first version stored them: no minima, 8 added to each code."""
+    inputs = weight.shape[1]
+    groups = F.pad(weight.float(), (0, -inputs % 32)).unflatten(1, (-1, 32))
+    most = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
+    scales = (most / -8).bfloat16()  # some are negative
+    shifted = (groups / scales.float().unsqueeze(-1)).round().clamp(-8, 7).flatten(1) + 8
+    codes = shifted[:, :inputs].to(torch.uint8)
+    meant = (codes.float() - 8) * scales.float().repeat_interleave(32, 1)[:, :inputs]
+    return {"_codes": codes[:, ::2] | codes[:, 1::2] << 4, "_scales": scales}, meant
+
+
+def test_the_first_version_of_int4_is_served_as_it_is_and_says_so(tmp_path, caplog):
+    plain = tiny.save_decoder(tmp_path / "plain", "llama", tie_word_embeddings=False)
+    old = tiny.save_decoder(tmp_path / "old", "llama", tie_word_embeddings=False)
+    tensors = load_file(plain / "model.safetensors")
+    stored = dict(tensors)
+    for name in [name for name in tensors if "proj" in name]:
+        parts, meant = first_version(stored.pop(name))
+        tensors[name] = meant
+        stored.update({name + suffix: part for suffix, part in parts.items()})
+    for folder, content in ((plain, tensors), (old, stored)):
+        save_file(content, folder / "model.safetensors", metadata={"format": "pt"})
+    tiny.edit_json(
+        old / "config.json", quantization_config={"quant_method": "rose", "kind": "int4"}
+    )
+    assert tokens(old) == tokens(plain, "int4")
+    assert "stored in the first format of int4" in caplog.text
+    for name, tensor in tensors.items():
+        if "proj" in name:
+            assert torch.equal(quantize(tensor, "int4").dequantize(), tensor)
+
+
+@pytest.mark.parametrize("version", [0, 3, "two"])
+def test_a_later_version_is_refused(tmp_path, version):
+    out = convert(tiny.save_decoder(tmp_path / "plain", "llama"), tmp_path / "out", "int8")
+    noted = {"quant_method": "rose", "kind": "int8", "version": version}
+    tiny.edit_json(out / "config.json", quantization_config=noted)
+    with pytest.raises(CheckpointError, match=r"version: .* reads versions up to 2"):
         load(out)
 
 

@@ -37,10 +37,11 @@ class Storage(IntEnum):
     FLOATS = 0
     HALVES = 1  # bfloat16
     BYTES = 2  # int8, with a scale for each group of inputs of an output
-    NIBBLES = 3  # 4 bits, likewise
+    NIBBLES = 3  # 4 bits, with a minimum beside the scale
 
 
 _BY_BITS = {8: Storage.BYTES, 4: Storage.NIBBLES}
+_FACTS = {Storage.BYTES: 1, Storage.NIBBLES: 2}  # in bfloat16, of each group of an output
 
 
 class PackedMatrix:
@@ -95,15 +96,17 @@ class PackedMatrix:
         if quantized is None:
             library.pack(self.address, data, bias, threads)
         else:
-            scales = quantized.scales.contiguous()
-            library.pack_codes(self.address, data, scales.data_ptr(), bias, threads)
+            scales, minima = quantized.scales.contiguous(), quantized.minima
+            minima = None if minima is None else minima.contiguous()
+            places = (scales.data_ptr(), _pointer(minima), bias)
+            library.pack_codes(self.address, data, *places, threads)
 
     def _allocate(self, *, has_bias: bool) -> None:
         panels = self.library.num_panels(self.outputs, self.gated)
         columns = panels * self.library.panel_width()
         self._panels = empty(-(-panels * self.library.panel_bytes(self.address) // 4))
-        has_scales = self.storage in _BY_BITS.values()
-        self._scales = empty(-(-columns * num_groups(self.inputs) // 2)) if has_scales else None
+        facts = columns * num_groups(self.inputs) * _FACTS.get(self.storage, 0)
+        self._scales = empty(-(-facts // 2)) if self.storage in _FACTS else None
         self._bias = empty(columns) if has_bias else None
         self._struct.panels = self._panels.data_ptr()
         self._struct.scales, self._struct.bias = _pointer(self._scales), _pointer(self._bias)

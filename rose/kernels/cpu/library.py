@@ -140,7 +140,7 @@ _FUNCTIONS: dict[str, tuple[type[Any] | None, tuple[Any, ...]]] = {
     "fit_halves": (_INT, (_POINTER, _SIZE)),
     "panel_bytes": (_SIZE, (_POINTER,)),
     "pack": (None, (_POINTER, _POINTER, _POINTER, _INT)),
-    "pack_codes": (None, (_POINTER, _POINTER, _POINTER, _POINTER, _INT)),
+    "pack_codes": (None, (*[_POINTER] * 5, _INT)),
     "linear": (None, (_POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _INT)),
     "panel_rows": (None, (_POINTER, _POINTER, _POINTER, _SIZE, _INT)),
     "layer_norm": (None, (*[_POINTER] * 6, _SIZE, _SIZE, _FLOAT, _INT)),

@@ -14,7 +14,8 @@ enum RoseStorage : int32_t { kFloats, kHalves, kBytes, kNibbles };
 // rows of weights, all gates first. `panels` holds rose_num_panels panels of [inputs][rose_panel_width]
 // elements: floats, their upper halves (bfloat16), or whole numbers of 8 or 4 bits. Of the latter,
 // inputs are filled up to whole groups of rose_group_size, and each group of an output has a scale in
-// bfloat16, [panels][groups][rose_panel_width]. `bias` is in the order of the panels, or null.
+// bfloat16, [panels][groups][rose_panel_width]; those of 4 bits have a minimum too, [panels][groups][scale,
+// minimum][rose_panel_width]. `bias` is in the order of the panels, or null.
 struct RoseLinear {
   void* panels;
   uint16_t* scales;
@@ -39,10 +40,10 @@ int32_t rose_fit_halves(const float* weight, int64_t count);
 // Packs weight [rows, inputs] and bias [rows] or null into the memory of `linear`.
 void rose_pack(const RoseLinear* linear, const float* weight, const float* bias, int32_t threads);
 
-// The same for quantised weights: codes [rows, inputs] of -128 to 127 or -8 to 7, and scales
-// [rows, groups] that bfloat16 holds exactly.
+// The same for quantised weights: codes [rows, inputs] of -128 to 127, or of 0 to 15 with `minima` (else
+// null); scales and minima are [rows, groups], and bfloat16 holds them exactly.
 void rose_pack_codes(const RoseLinear* linear, const int8_t* codes, const float* scales,
-                     const float* bias, int32_t threads);
+                     const float* minima, const float* bias, int32_t threads);
 
 // y = act(x W^T + b), or act(gate) * up; x [rows, inputs], y [rows, outputs].
 void rose_linear(const RoseLinear* linear, const float* x, int64_t ldx, float* y, int64_t ldy,

@@ -62,8 +62,10 @@ uint8_t* panel_at(const RoseLinear& w, int64_t panel) {
   return static_cast<uint8_t*>(w.panels) + panel * panel_bytes(w);
 }
 
-uint16_t* scales_at(const RoseLinear& w, int64_t panel) {
-  return w.scales + panel * num_groups(w) * kWidth;
+// Where the scales of a group are, and behind them its minima.
+uint16_t* facts_at(const RoseLinear& w, int64_t panel, int64_t group) {
+  const int64_t facts = w.storage == kNibbles ? Nibbles::kFacts : Bytes::kFacts;
+  return w.scales + (panel * num_groups(w) + group) * facts * kWidth;
 }
 
 // Calls use(columns) with a panel of floats or of their halves.
@@ -87,8 +89,8 @@ void block(const Job& job, const Coded& coded, int64_t panel, int64_t row, int64
   alignas(64) float sums[kRows][kWidth];
   if (is_quantized(w)) {
     with_kind(w, [&](auto kind) {
-      kMultiplyCodes<decltype(kind)>[rows - 1](coded, row, panel_at(w, panel), scales_at(w, panel),
-                                               sums[0]);
+      kMultiplyCodes<decltype(kind)>[rows - 1](coded, row, panel_at(w, panel),
+                                               facts_at(w, panel, 0), sums[0]);
     });
   } else {
     with_columns(w, panel, [&](auto columns) {
@@ -106,15 +108,16 @@ int64_t num_panels(const RoseLinear& w) {
 // Memory for coded rows; a thread keeps its own.
 class CodedMemory {
  public:
-  Coded take(int64_t rows, int64_t groups) {
-    const int64_t count = rows * groups, bytes = count * (kGroup * sizeof(Code) + 8);
+  Coded take(int64_t rows, int64_t groups, bool totals) {
+    const int64_t count = rows * groups, bytes = count * (kGroup * sizeof(Code) + 12);
     if (size_ < bytes || size_ > std::max<int64_t>(8 * bytes, kSmall)) {
       memory_.reset();
       memory_.reset(new float[ceil_div(bytes, 4)]);
       size_ = bytes;
     }
     float* at = memory_.get();
-    return {reinterpret_cast<Code*>(at + 2 * count), at, at + count, groups};
+    float* sums = totals ? at + 2 * count : nullptr;
+    return {reinterpret_cast<Code*>(at + 3 * count), at, at + count, sums, groups};
   }
 
  private:
@@ -128,7 +131,8 @@ thread_local CodedMemory coded_memory;
 Coded encode(const Job& job, int64_t rows, int threads) {
   constexpr int64_t kRowsOfTask = 16;
   const int64_t inputs = job.linear.inputs;
-  const Coded coded = coded_memory.take(rows, num_groups(job.linear));
+  const bool totals = job.linear.storage == kNibbles;
+  const Coded coded = coded_memory.take(rows, num_groups(job.linear), totals);
   const int64_t ns = static_cast<int64_t>(rows * inputs * kNsPerCode);
   parallel(threads, ceil_div(rows, kRowsOfTask), ns, [&](int64_t task) {
     const int64_t end = std::min(rows, (task + 1) * kRowsOfTask);
@@ -182,6 +186,8 @@ uint32_t bits_of(float x) {
   return bits;
 }
 
+uint16_t half_of(float x) { return static_cast<uint16_t>(bits_of(x) >> 16); }
+
 void pack_panel(const RoseLinear& w, int64_t panel, const float* weight) {
   if (w.storage == kFloats) {
     gather_panel(w, panel, weight, reinterpret_cast<float*>(panel_at(w, panel)));
@@ -192,14 +198,13 @@ void pack_panel(const RoseLinear& w, int64_t panel, const float* weight) {
   gather_panel(w, panel, weight, gathered.data());
   uint16_t* out = reinterpret_cast<uint16_t*>(panel_at(w, panel));
   for (int64_t i = 0; i < count; ++i)
-    out[i / kWidth * kWidth + Halves::place(i % kWidth)] =
-        static_cast<uint16_t>(bits_of(gathered[i]) >> 16);
+    out[i / kWidth * kWidth + Halves::place(i % kWidth)] = half_of(gathered[i]);
 }
 
-// Packs the codes of a panel. Where there is no weight, code and scale are 0.
+// Packs the codes of a panel. Where there is no weight, everything is 0.
 template <class Kind>
 void pack_panel_codes(Kind, const RoseLinear& w, int64_t panel, const int8_t* codes,
-                      const float* scales) {
+                      const float* scales, const float* minima) {
   const int64_t groups = num_groups(w);
   uint8_t* out = panel_at(w, panel);
   std::memset(out, 0, panel_bytes(w));
@@ -211,9 +216,11 @@ void pack_panel_codes(Kind, const RoseLinear& w, int64_t panel, const int8_t* co
       uint8_t& byte = out[k / kGroup * kGroupBytes<Kind> + at];
       byte = Kind::put(byte, step, code);
     }
-    for (int64_t g = 0; g < groups; ++g)
-      scales_at(w, panel)[g * kWidth + Halves::place(offset)] =
-          row < 0 ? 0 : static_cast<uint16_t>(bits_of(scales[row * groups + g]) >> 16);
+    for (int64_t g = 0; g < groups; ++g) {
+      uint16_t* facts = facts_at(w, panel, g) + Halves::place(offset);
+      facts[0] = row < 0 ? 0 : half_of(scales[row * groups + g]);
+      if constexpr (Kind::kFacts > 1) facts[kWidth] = row < 0 ? 0 : half_of(minima[row * groups + g]);
+    }
   }
 }
 
@@ -228,11 +235,13 @@ void pack_bias(const RoseLinear& w, int64_t panel, const float* bias) {
 template <class Kind>
 void decode_row(Kind, const RoseLinear& w, int64_t row, float* y) {
   const int64_t panel = row / kWidth, offset = row % kWidth;
-  const Halves scales{scales_at(w, panel)};
+  const Halves facts{facts_at(w, panel, 0)};
   for (int64_t k = 0; k < w.inputs; ++k) {
     const auto [at, step] = place_of<Kind>(k % kGroup, offset);
     const uint8_t byte = panel_at(w, panel)[k / kGroup * kGroupBytes<Kind> + at];
-    y[k] = Kind::one(byte, step) * scales.one(k / kGroup, offset);
+    const int64_t group = k / kGroup * Kind::kFacts;
+    y[k] = Kind::one(byte, step) * facts.one(group, offset);
+    if constexpr (Kind::kFacts > 1) y[k] += facts.one(group + 1, offset);
   }
 }
 
@@ -273,11 +282,11 @@ ROSE_API void rose_pack(const RoseLinear* linear, const float* weight, const flo
 }
 
 ROSE_API void rose_pack_codes(const RoseLinear* linear, const int8_t* codes, const float* scales,
-                              const float* bias, int32_t threads) {
+                              const float* minima, const float* bias, int32_t threads) {
   const RoseLinear& w = *linear;
   const int64_t panels = num_panels(w);
   parallel(threads, panels, panels * kWidth * w.inputs, [&](int64_t panel) {
-    with_kind(w, [&](auto kind) { pack_panel_codes(kind, w, panel, codes, scales); });
+    with_kind(w, [&](auto kind) { pack_panel_codes(kind, w, panel, codes, scales, minima); });
     pack_bias(w, panel, bias);
   });
 }

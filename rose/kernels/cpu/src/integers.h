@@ -1,7 +1,8 @@
 // The inner loop for weights of 8 and 4 bits: whole numbers times whole numbers.
 //
-// Weights come with a scale for each kGroup inputs of an output. The rows of x are encoded on the way:
-// each group of a row as bytes from its least number to its greatest. Sums within a group are whole
+// Weights come with a scale for each kGroup inputs of an output, and those of 4 bits with a minimum: what
+// code 0 means. The rows of x are encoded on the way: each group of a row as bytes from its least number
+// to its greatest. Sums within a group are whole
 // numbers, hence the same with every instruction set; those over groups are chains of fused
 // multiply-adds in order. So a result's bits depend on its own row and column alone.
 #pragma once
@@ -28,15 +29,12 @@ constexpr int32_t kOnes = 0x00010001;
 #endif
 constexpr int kCodedRows = kRows - 1;  // one set of sums is for the columns themselves
 
-// `Stored` is a vector's worth of bytes in memory, `Weights` what `dot` takes. A nibble means 8 less
-// than it says.
+// `Stored` is a vector's worth of bytes in memory, `Weights` what `dot` takes.
 #if defined(__AVX512VNNI__) && defined(__AVX512F__)
 typedef __m512i Stored;
 typedef __m512i Weights;
 inline Stored load_stored(const void* at) { return _mm512_loadu_si512(at); }
-inline Stored low_nibbles(Stored x) {
-  return _mm512_sub_epi8(_mm512_and_si512(x, _mm512_set1_epi8(15)), _mm512_set1_epi8(8));
-}
+inline Stored low_nibbles(Stored x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 inline Stored high_nibbles(Stored x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
 inline Weights widen(Stored x) { return x; }
 inline VecInt dot(VecInt sums, Weights w, int32_t codes) {
@@ -49,9 +47,7 @@ typedef __m512i Weights;
 inline Stored load_stored(const void* at) {
   return _mm256_loadu_si256(static_cast<const __m256i*>(at));
 }
-inline Stored low_nibbles(Stored x) {
-  return _mm256_sub_epi8(_mm256_and_si256(x, _mm256_set1_epi8(15)), _mm256_set1_epi8(8));
-}
+inline Stored low_nibbles(Stored x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
 inline Stored high_nibbles(Stored x) { return low_nibbles(_mm256_srli_epi16(x, 4)); }
 inline Weights widen(Stored x) { return _mm512_cvtepi8_epi16(x); }
 inline VecInt dot(VecInt sums, Weights w, int32_t codes) {
@@ -61,9 +57,7 @@ inline VecInt dot(VecInt sums, Weights w, int32_t codes) {
 typedef __m128i Stored;
 typedef __m256i Weights;
 inline Stored load_stored(const void* at) { return _mm_loadu_si128(static_cast<const __m128i*>(at)); }
-inline Stored low_nibbles(Stored x) {
-  return _mm_sub_epi8(_mm_and_si128(x, _mm_set1_epi8(15)), _mm_set1_epi8(8));
-}
+inline Stored low_nibbles(Stored x) { return _mm_and_si128(x, _mm_set1_epi8(15)); }
 inline Stored high_nibbles(Stored x) { return low_nibbles(_mm_srli_epi16(x, 4)); }
 inline Weights widen(Stored x) { return _mm256_cvtepi8_epi16(x); }
 inline VecInt dot(VecInt sums, Weights w, int32_t codes) {
@@ -75,7 +69,7 @@ typedef int8_t Stored __attribute__((vector_size(kLanes * kStep)));
 typedef Stored UnalignedStored __attribute__((aligned(1), may_alias));
 typedef int16_t Weights __attribute__((vector_size(kLanes * kStep * 2)));
 inline Stored load_stored(const void* at) { return *static_cast<const UnalignedStored*>(at); }
-inline Stored low_nibbles(Stored x) { return (x & 15) - 8; }
+inline Stored low_nibbles(Stored x) { return x & 15; }
 inline Stored high_nibbles(Stored x) { return low_nibbles(x >> 4); }
 inline Weights widen(Stored x) { return __builtin_convertvector(x, Weights); }
 inline VecInt dot(VecInt sums, Weights w, int32_t codes) {
@@ -85,20 +79,21 @@ inline VecInt dot(VecInt sums, Weights w, int32_t codes) {
 #endif
 
 // How the weights of a group are stored: steps of [kWidth][kStep] bytes. A byte holds the same place of
-// `kShare` steps that follow one another.
+// `kShare` steps that follow one another. `kFacts` says what a group has beside them: a scale for each
+// column, then perhaps a minimum for each.
 struct Bytes {
-  static constexpr int kShare = 1;
+  static constexpr int kShare = 1, kFacts = 1;
   static Weights take(Stored x, int) { return widen(x); }
   static int32_t one(uint8_t x, int) { return static_cast<int8_t>(x); }
   static uint8_t put(uint8_t, int, int32_t code) { return static_cast<uint8_t>(code); }
 };
 
 struct Nibbles {
-  static constexpr int kShare = 2;
+  static constexpr int kShare = 2, kFacts = 2;
   static Weights take(Stored x, int step) { return widen(step ? high_nibbles(x) : low_nibbles(x)); }
-  static int32_t one(uint8_t x, int step) { return (x >> 4 * step & 15) - 8; }
+  static int32_t one(uint8_t x, int step) { return x >> 4 * step & 15; }
   static uint8_t put(uint8_t x, int step, int32_t code) {
-    return static_cast<uint8_t>(x | (code + 8) << 4 * step);
+    return static_cast<uint8_t>(x | code << 4 * step);
   }
 };
 
@@ -113,16 +108,19 @@ inline std::pair<int64_t, int> place_of(int64_t k, int64_t column) {
           static_cast<int>(step % Kind::kShare)};
 }
 
-// Encoded rows: an input is its code times the scale of its group, plus the group's least number.
+// Encoded rows: an input is its code times the scale of its group, plus the group's least number. `totals`
+// are the sums of the inputs, null where nobody asks.
 struct Coded {
   Code* codes;    // [rows][groups][kGroup]
   float* scales;  // [rows][groups]
   float* least;   // [rows][groups]
+  float* totals;  // [rows][groups]
   int64_t groups;
 };
 
 // Encodes the `count` inputs of a group. One that is not finite makes the scale NaN.
-inline void encode_group(const float* x, int64_t count, Code* codes, float* scale, float* least) {
+inline void encode_group(const float* x, int64_t count, Code* codes, float* scale, float* least,
+                         float* total) {
   constexpr int kParts = kGroup / kLanes;
   typedef Code Codes __attribute__((vector_size(kLanes * sizeof(Code))));
   typedef Codes UnalignedCodes __attribute__((aligned(1), may_alias));
@@ -143,13 +141,18 @@ inline void encode_group(const float* x, int64_t count, Code* codes, float* scal
   }
   *scale = range / 255.0f + sum(guard);
   *least = start;
+  if (!total) return;
+  int32_t whole = 0;
+  for (int64_t i = 0; i < count; ++i) whole += codes[i];
+  *total = static_cast<float>(whole) * *scale + static_cast<float>(count) * start;
 }
 
 inline void encode_row(const float* x, int64_t inputs, const Coded& out, int64_t row) {
   for (int64_t g = 0; g < out.groups; ++g) {
     const int64_t at = row * out.groups + g;
     encode_group(x + g * kGroup, std::min<int64_t>(kGroup, inputs - g * kGroup),
-                 out.codes + at * kGroup, out.scales + at, out.least + at);
+                 out.codes + at * kGroup, out.scales + at, out.least + at,
+                 out.totals ? out.totals + at : nullptr);
   }
 }
 
@@ -198,19 +201,24 @@ void multiply_codes(const Coded& x, int64_t row, const uint8_t* weights, const u
     VecInt sums[R + 1][kVecs];
     sum_group<R, Kind>(x.codes + row * stride + g * kGroup, stride, weights + g * kGroupBytes<Kind>,
                        sums);
-    Vec scale[kVecs], alone[kVecs];
-    load_halves(scales + g * kWidth, scale);
+    Vec scale[kVecs], minimum[kVecs] = {}, alone[kVecs];
+    const uint16_t* facts = scales + g * kWidth * Kind::kFacts;
+    load_halves(facts, scale);
+    if constexpr (Kind::kFacts > 1) load_halves(facts + kWidth, minimum);
 #pragma GCC unroll 4
     for (int v = 0; v < kVecs; ++v) alone[v] = __builtin_convertvector(sums[R][v], Vec);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const int64_t at = (row + r) * x.groups + g;
       const Vec x_scale = splat(x.scales[at]), least = splat(x.least[at]);
+      const Vec total = Kind::kFacts > 1 ? splat(x.totals[at]) : Vec{};
 #pragma GCC unroll 4
       for (int v = 0; v < kVecs; ++v) {
         float* out = y + r * kWidth + v * kLanes;
+        Vec before = load(out);
+        if constexpr (Kind::kFacts > 1) before = minimum[v] * total + before;
         const Vec product = alone[v] * least;
-        store(out, (__builtin_convertvector(sums[r][v], Vec) * x_scale + product) * scale[v] + load(out));
+        store(out, (__builtin_convertvector(sums[r][v], Vec) * x_scale + product) * scale[v] + before);
       }
     }
   }
