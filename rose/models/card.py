@@ -11,6 +11,9 @@ import msgspec
 Task = Literal["embed", "generate", "score", "classify"]
 EmbeddingOutput = Literal["dense", "sparse", "multi_vector"]
 TokenOutput = Literal["hidden_states", "multi_vector", "token_weights"]
+# What an engine computes: a row for each text (or span of it), or one for each token.
+RowOutput = Literal["text", "hidden_states", "multi_vector", "token_weights"]
+Side = Literal["query", "document"]
 
 
 class ChatTexts(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +29,45 @@ class ChatTexts(msgspec.Struct, frozen=True, kw_only=True):
     variables: dict[str, Any] = {}
 
 
+class QueryExpansion(msgspec.Struct, frozen=True, kw_only=True):
+    """Queries are filled up to `length` tokens with `token`, whose vectors count as any other.
+
+    These see the query; with `attend` they are seen too.
+    """
+
+    token: int
+    length: int
+    attend: bool = False
+
+
+class LateInteraction(msgspec.Struct, frozen=True, kw_only=True):
+    """How queries and documents become vectors of their tokens, and these a score (ColBERT).
+
+    `query_length` and `document_length` are the most tokens of each. A marker is a token that is
+    put after the first one of a text; None where there is none (it may be in a prompt). Vectors of
+    the tokens `skip_ids` are left out of texts of the sides `skip_sides`. The score is the sum,
+    over the query's vectors, of the largest dot product with a vector of the document; with `mean`
+    it is divided by their number.
+    """
+
+    query_length: int
+    document_length: int
+    query_marker: int | None = None
+    document_marker: int | None = None
+    expansion: QueryExpansion | None = None
+    skip_ids: tuple[int, ...] = ()
+    skip_sides: tuple[Side, ...] = ("document",)
+    mean: bool = False
+
+    def length(self, side: Side) -> int:
+        """Return the most tokens of a text."""
+        return self.query_length if side == "query" else self.document_length
+
+    def marker(self, side: Side) -> int | None:
+        """Return the token after the first one of a text."""
+        return self.query_marker if side == "query" else self.document_marker
+
+
 class EmbeddingCard(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of an embedder.
 
@@ -37,7 +79,7 @@ class EmbeddingCard(msgspec.Struct, frozen=True, kw_only=True):
     document where the model was trained so; None where nothing does. `outputs` are the kinds of
     vectors that it gives: a "sparse" one has a weight for each token of the vocabulary (where
     "dense" is there too: made of weights of the text's tokens), "multi_vector" a vector for each
-    token of the text.
+    token of the text. `late` is given where texts are queries or documents that become such.
     """
 
     dimensions: int
@@ -51,6 +93,7 @@ class EmbeddingCard(msgspec.Struct, frozen=True, kw_only=True):
     quantizer: Literal["scale", "tanh"] = "scale"
     chunk_separator: int | None = None
     outputs: tuple[EmbeddingOutput, ...] = ("dense",)
+    late: LateInteraction | None = None
 
 
 class PairTemplate(msgspec.Struct, frozen=True, kw_only=True):

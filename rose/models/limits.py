@@ -15,7 +15,11 @@ _NO_LIMIT = 10**12
 
 
 def max_length(
-    folder: CheckpointFolder, config: ModelConfig, option: int | None, tasks: tuple[str, ...]
+    folder: CheckpointFolder,
+    config: ModelConfig,
+    option: int | None,
+    tasks: tuple[str, ...],
+    stated: Setting | None = None,
 ) -> tuple[Setting, list[str]]:
     """Choose the maximum length, with its source and any warnings.
 
@@ -25,11 +29,14 @@ def max_length(
         option: `--max-model-len`.
         tasks: what the model is served for. A model that only generates is limited by its positions
             alone, others by the settings of sentence-transformers and of the tokenizer too.
+        stated: what the checkpoint says elsewhere, which goes before these settings.
 
     Raises:
         CheckpointError: a limit in a file is malformed, or the option asks for the impossible.
     """
-    setting = _wanted(folder, config, option, embeds=tasks != ("generate",))
+    setting = stated
+    if stated is None or option is not None:
+        setting = _wanted(folder, config, option, embeds=tasks != ("generate",))
     if "generate" in tasks and config.cached_positions is not None:
         return _cacheable(setting, config.cached_positions, option)
     if setting.value <= config.max_positions:

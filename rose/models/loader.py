@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from rose.kernels.registry import UnknownNameError
+from rose.models.backbone import state_specs
 from rose.models.card import EmbeddingCard, EmbeddingOutput, ModelCard
 from rose.models.classifier import Classifier, SequenceClassifier, YesNoClassifier
 from rose.models.config import Setting
@@ -26,7 +27,7 @@ from rose.models.quantized import check_quantization, choose_quantization
 from rose.models.splade import SpladePooler, share_decoder
 from rose.models.stored_codes import combine_codes
 from rose.models.tensors import open_tensors
-from rose.models.token_heads import load_token_vectors, load_token_weights
+from rose.models.token_heads import TokenModules, load_token_vectors, load_token_weights
 from rose.models.tokenizer import read_tokenizer_card, read_tokenizer_json
 from rose.models.weights import NamedTensors, fill, name_tensors, wanted_parts
 
@@ -233,7 +234,11 @@ def _embedding(
     dtype: torch.dtype,
     device: torch.device,
 ) -> EmbeddingModel:
-    modules = build_modules(plan.folder, recipe, backbone.hidden_size, device)
+    modules = build_modules(plan.folder, recipe, backbone.hidden_size, device, named)
+    if recipe.late:
+        _check_expansion(plan, backbone)
+        width = recipe.dimensions(backbone.hidden_size)
+        return EmbeddingModel(backbone, None, (), width, TokenModules(modules, width)).eval()
     pooler = _splade(plan, recipe, backbone, named, dtype, device) or Pooler(recipe.pooling)
     return EmbeddingModel(
         backbone,
@@ -243,6 +248,16 @@ def _embedding(
         load_token_vectors(plan.core, backbone.hidden_size, device),
         load_token_weights(plan.core, backbone.hidden_size, device),
     ).eval()
+
+
+def _check_expansion(plan: Plan, backbone: "Backbone") -> None:
+    """Refuse tokens that others do not see where a state carries on whatever it meets."""
+    expansion = plan.late.expansion if plan.late else None
+    if expansion is not None and not expansion.attend and state_specs(backbone):
+        raise CheckpointError(
+            f"{plan.folder.path}: query expansion that is not attended to does not go with "
+            f"{plan.architecture.name}, whose layers carry a state"
+        )
 
 
 def _splade(
@@ -312,12 +327,15 @@ def _embedding_card(
         quantizer=recipe.quantizer,
         chunk_separator=recipe.chunk_separator,
         outputs=_outputs(recipe, embedding),
+        late=plan.late,
     )
 
 
 def _outputs(recipe: "Recipe", embedding: EmbeddingModel | None) -> tuple[EmbeddingOutput, ...]:
     if recipe.splade is not None:
         return ("sparse",)
+    if recipe.late:
+        return ("multi_vector",)
     found: list[EmbeddingOutput] = ["dense"]
     if embedding is not None and embedding.token_weights is not None:
         found.append("sparse")

@@ -70,9 +70,15 @@ class Normalize(nn.Module):
 
 
 def build_modules(
-    folder: CheckpointFolder, recipe: "Recipe", hidden_size: int, device: torch.device
+    folder: CheckpointFolder,
+    recipe: "Recipe",
+    hidden_size: int,
+    device: torch.device,
+    named: NamedTensors,
 ) -> list[nn.Module]:
     """Make and fill the modules of a recipe, checking that their widths fit.
+
+    A module without a folder of its own finds its weights in `named`, beside the backbone's.
 
     Raises:
         CheckpointError: widths do not fit, or weights are missing or damaged.
@@ -80,13 +86,17 @@ def build_modules(
     width = hidden_size * len(recipe.pooling.modes)
     built = []
     for module in recipe.modules:
-        built.append(_build(folder, module, width, device))
+        built.append(_build(folder, module, width, device, named))
         width = module.outputs if isinstance(module, DenseModule) else width
     return built
 
 
 def _build(
-    folder: CheckpointFolder, module: "VectorModule", width: int, device: torch.device
+    folder: CheckpointFolder,
+    module: "VectorModule",
+    width: int,
+    device: torch.device,
+    beside: NamedTensors,
 ) -> nn.Module:
     if isinstance(module, NormalizeModule):
         return Normalize()
@@ -97,6 +107,9 @@ def _build(
             f"{where}: takes {expected} channels, the module before gives {width}"
         )
     built = _make(module)
+    if not module.path:
+        fill(built, beside, torch.float32, device)
+        return built
     tensors = open_tensors(CheckpointFolder(folder.path / module.path))
     named = NamedTensors(tensors, {name: name for name in tensors}, "")
     fill(built, named, torch.float32, device)

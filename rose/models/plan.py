@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from rose.models.architecture import Architecture, ModelConfig
-from rose.models.card import ChatTexts, Task
+from rose.models.card import ChatTexts, LateInteraction, Task
 from rose.models.config import CONFIG_FILE, CheckpointFolder, ConfigReader, Setting
 from rose.models.contextual import add_separator
 from rose.models.errors import CheckpointError
 from rose.models.generation import generation_warnings
+from rose.models.late_interaction import late_settings, resolve
 from rose.models.limits import max_length
 from rose.models.masked_lm_config import MaskedHead
 from rose.models.quantized import CODES, read_quantization
-from rose.models.recipe import Recipe, read_recipe, transformer_path
+from rose.models.recipe import Recipe, read_modules, read_recipe, transformer_path
+from rose.models.recipe_late import LateSettings, is_late, read_late_settings
 from rose.models.recipe_modules import TOKEN_VECTORS_FILE, TOKEN_WEIGHTS_FILE, SpladeModule
 from rose.models.registry import ARCHITECTURES
 from rose.models.scoring import Scoring, read_classifier, read_yes_no
@@ -26,6 +28,7 @@ from rose.models.tasks import choose_tasks, is_classifier
 from rose.models.transformer_module import (
     EMBED,
     SPARSE,
+    TOKENS,
     read_transformer_module,
     transformer_settings,
 )
@@ -37,7 +40,7 @@ NO_HEAD = (
     "head (the task embed needs none)"
 )
 _BLOCKS, _BLOCK_BYTES = 64, 1 << 16  # of a weight file, for the fingerprint
-_HASHED_SUFFIXES = (".json", ".jinja", ".txt", ".model")
+_HASHED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".metadata")
 
 
 @dataclass(slots=True)
@@ -47,8 +50,8 @@ class Plan:
     `folder` is the model's folder, `core` the one of its backbone (the same, but in the oldest
     checkpoints of sentence-transformers). `recipe` and `chat` are for models that embed, `scoring`
     for those that score. `unused_head` are patterns of a classification head's tensors where the
-    model does not score. `masked_head` is for sparse embedders. `quantization` is what the weights
-    are stored in, None where they are plain.
+    model does not score. `masked_head` is for sparse embedders, `late` for those that compare
+    vectors of tokens. `quantization` is what the weights are stored in, None where they are plain.
     """
 
     folder: CheckpointFolder
@@ -68,6 +71,7 @@ class Plan:
     warnings: list[str] = field(default_factory=list)
     unused_head: tuple[str, ...] = ()
     masked_head: MaskedHead | None = None
+    late: LateInteraction | None = None
     quantization: str | None = None
 
 
@@ -98,7 +102,10 @@ def plan_checkpoint(
     check_counts(reader, files)
     config = architecture.read_config(reader)
     chosen, tasks_source = choose_tasks(folder, reader, architecture, config, tasks)
-    limit, warnings = max_length(core, config, max_model_len, chosen)
+    late = _late_settings(folder, core)
+    limit, warnings = max_length(
+        core, config, max_model_len, chosen, late.longest if late else None
+    )
     plan = Plan(
         folder=folder,
         core=core,
@@ -120,9 +127,11 @@ def plan_checkpoint(
         ],
         warnings=[*reader.warnings, *warnings],
     )
-    if "embed" in chosen:
+    if "embed" in chosen or late is not None:
         _add_recipe(plan, reader)
-    if {"score", "classify"} & set(chosen):
+    if late is not None:
+        _add_late(plan, late, limit, option=max_model_len is not None)
+    if {"score", "classify"} & set(chosen) and late is None:
         _add_scoring(plan, reader)
     elif architecture.classifier is not None:
         plan.unused_head = architecture.classifier(reader).tensors
@@ -140,7 +149,8 @@ def _add_recipe(plan: Plan, config: ConfigReader) -> None:
     if recipe.splade is not None:
         recipe = _add_masked_head(plan, config, recipe, recipe.splade)
     recipe = plan.recipe = add_separator(plan.core, recipe)
-    module = read_transformer_module(plan.core, SPARSE if recipe.splade else EMBED)
+    use = TOKENS if recipe.late else SPARSE if recipe.splade else EMBED
+    module = read_transformer_module(plan.core, use)
     reader = ConfigReader(settings, str(plan.core.path / file), "sentence-transformers", file)
     plan.lowercase = reader.get("do_lower_case", False, bool)
     plan.chat = module.chat
@@ -151,6 +161,22 @@ def _add_recipe(plan: Plan, config: ConfigReader) -> None:
             plan.settings.append(Setting(f"{name} of tokens", True, head))
     plan.settings += [*reader.settings, *recipe.settings]
     plan.warnings += [*module.warnings, *recipe.warnings]
+
+
+def _late_settings(folder: CheckpointFolder, core: CheckpointFolder) -> LateSettings | None:
+    entries = read_modules(folder)
+    return read_late_settings(folder, core, entries) if is_late(folder, entries) else None
+
+
+def _add_late(plan: Plan, stated: LateSettings, limit: Setting, *, option: bool) -> None:
+    """Add what becomes of queries and documents."""
+    if plan.chat is not None:
+        raise CheckpointError(
+            f"{plan.core.path}: vectors of tokens of conversations are not supported"
+        )
+    plan.late, warnings = resolve(stated, plan.core, plan.config.vocab_size, limit, option=option)
+    plan.settings += [*stated.settings, *late_settings(plan.late, stated)]
+    plan.warnings += warnings
 
 
 def _add_masked_head(

@@ -9,8 +9,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
-from rose.models.config import MODULES_FILE, CheckpointFolder, Setting
+from rose.models.config import CONFIG_FILE, MODULES_FILE, CheckpointFolder, Setting
 from rose.models.errors import CheckpointError
+from rose.models.recipe_late import (
+    LIBRARY_TYPE,
+    MASK,
+    PYLATE_DENSE,
+    PYLATE_TYPE,
+    is_late,
+    read_token_modules,
+)
 from rose.models.recipe_modules import (
     DenseModule,
     NormalizeModule,
@@ -33,10 +41,11 @@ _READERS: dict[str, Callable[[CheckpointFolder, str], VectorModule]] = {
 _QUANTIZER = "FlexibleQuantizer"
 _SPLADE = "SpladePooling"
 _BACKBONES = ("Transformer", "MLMTransformer")  # the latter is the older name before SPLADE
-_KNOWN = (*_BACKBONES, "Pooling", _SPLADE, *_READERS, "Dropout", "LogitScore", _QUANTIZER)
+_KNOWN = (*_BACKBONES, "Pooling", _SPLADE, *_READERS, "Dropout", "LogitScore", MASK, _QUANTIZER)
 # Other modules may lack a folder: Git keeps no empty ones.
 _WITH_FILES = (*_BACKBONES, "Pooling", _SPLADE, "Dense", "LayerNorm")
-_OWN_TYPES = (f"st_quantize.{_QUANTIZER}",)  # of pplx-embed, whose code is not run but known
+# Of pplx-embed and of PyLate, whose code is not run but known.
+_OWN_TYPES = (f"st_quantize.{_QUANTIZER}", PYLATE_DENSE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +56,8 @@ class Recipe:
     `normalize`, and a quantiser in `quantizer`, so that a request can cut the vector before them.
     `truncate_dim` is the width to which the checkpoint itself cuts its vectors. `chunk_separator`
     is the token between the chunks of a document, where the model was trained with one. `splade`
-    stands in place of `pooling` in a sparse embedder.
+    stands in place of `pooling` in a sparse embedder. With `late` nothing is pooled: each token's
+    hidden state passes through the modules.
     """
 
     pooling: PoolingModule
@@ -60,6 +70,7 @@ class Recipe:
     matryoshka: tuple[int, ...] = ()
     chunk_separator: int | None = None
     splade: SpladeModule | None = None
+    late: bool = False
     settings: tuple[Setting, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -150,7 +161,12 @@ def read_recipe(folder: CheckpointFolder, *, causal: bool) -> Recipe:
         CheckpointError: a module, mode or setting is malformed or not supported.
     """
     entries = read_modules(folder)
-    recipe = _default_recipe(causal=causal) if entries is None else _from_entries(folder, entries)
+    if is_late(folder, entries):
+        recipe = _late(folder, entries)
+    elif entries is None:
+        recipe = _default_recipe(causal=causal)
+    else:
+        recipe = _from_entries(folder, entries)
     return _add_sentence_config(folder, recipe)
 
 
@@ -213,6 +229,17 @@ def _sparse(folder: CheckpointFolder, entries: list[ModuleEntry]) -> Recipe:
     return Recipe(PoolingModule((str(splade),)), splade=splade, settings=settings)
 
 
+def _late(folder: CheckpointFolder, entries: list[ModuleEntry] | None) -> Recipe:
+    transformer_path(folder)  # checks the first entry
+    modules = read_token_modules(folder, entries)
+    file = CONFIG_FILE if entries is None else MODULES_FILE
+    settings = (
+        Setting("pooling", "none: a vector for each token", file),
+        *(Setting(f"module {i}", str(module), file) for i, module in enumerate(modules, 1)),
+    )
+    return Recipe(PoolingModule(("none",)), modules, late=True, settings=settings)
+
+
 def _check_order(folder: CheckpointFolder, entries: list[ModuleEntry]) -> None:
     transformer_path(folder)  # checks the first entry
     kinds = [entry.kind for entry in entries]
@@ -247,11 +274,14 @@ def _add_sentence_config(folder: CheckpointFolder, recipe: Recipe) -> Recipe:
     config = folder.json(SENTENCE_CONFIG) or {}
     where = str(folder.path / SENTENCE_CONFIG)
     model_type = config.get("model_type")
-    expected = "SparseEncoder" if recipe.splade else "SentenceTransformer"
-    if model_type not in (None, expected):
+    expected = ("SparseEncoder",) if recipe.splade else ("SentenceTransformer",)
+    expected = (PYLATE_TYPE, LIBRARY_TYPE) if recipe.late else expected
+    if model_type not in (None, *expected):
         raise CheckpointError(f"{where}: model_type: {model_type!r} does not embed")
     if config.get("max_active_dims") is not None:
         raise CheckpointError(f"{where}: max_active_dims: it is not supported")
+    if recipe.late and config.get("truncate_dim") is not None:
+        raise CheckpointError(f"{where}: truncate_dim: not supported for vectors of tokens")
     prompts, default = read_prompts(folder)
     truncate = _width(config.get("truncate_dim"), f"{where}: truncate_dim")
     found = [

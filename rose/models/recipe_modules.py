@@ -25,6 +25,7 @@ _OLD_FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+SENTENCE = "sentence_embedding"  # what most modules take and give: a vector for each text
 # Heads that BGE-M3 puts on each token's hidden state, and their files.
 TOKEN_VECTORS_FILE = "colbert_linear.pt"
 TOKEN_WEIGHTS_FILE = "sparse_linear.pt"
@@ -177,15 +178,17 @@ def _named_modes(config: Mapping[str, Any]) -> list[Any]:
     return named if isinstance(named, list) else [named]
 
 
-def _module_reader(folder: CheckpointFolder, path: str, kind: str, known: set[str]) -> ConfigReader:
+def _module_reader(
+    folder: CheckpointFolder, path: str, kind: str, known: set[str], stage: str
+) -> ConfigReader:
     name = f"{path}/config.json"
     config = folder.json(name) or {}
     reader = ConfigReader(config, str(folder.path / name), kind)
     for key in ("module_input_name", "module_output_name"):
-        stage = reader.get(key, "sentence_embedding", str)
-        if stage != "sentence_embedding":
+        found = reader.get(key, stage, str)
+        if found != stage:
             raise CheckpointError(
-                f"{reader.file}: {key}: {stage!r} is not supported, only 'sentence_embedding'"
+                f"{reader.file}: {key}: {found!r} is not supported here, only {stage!r}"
             )
     extra = config.keys() - known - {"module_input_name", "module_output_name"}
     if extra:
@@ -193,14 +196,14 @@ def _module_reader(folder: CheckpointFolder, path: str, kind: str, known: set[st
     return reader
 
 
-def read_dense(folder: CheckpointFolder, path: str) -> DenseModule:
-    """Read a Dense module's config.
+def read_dense(folder: CheckpointFolder, path: str, stage: str = SENTENCE) -> DenseModule:
+    """Read a Dense module's config; `stage` is what it has to work on.
 
     Raises:
         CheckpointError: a setting is missing, malformed or unknown.
     """
     known = {"in_features", "out_features", "bias", "activation_function", "use_residual"}
-    reader = _module_reader(folder, path, "Dense", known)
+    reader = _module_reader(folder, path, "Dense", known, stage)
     return DenseModule(
         path,
         _required_size(reader, "in_features"),
@@ -240,15 +243,15 @@ def read_layer_norm(folder: CheckpointFolder, path: str) -> LayerNormModule:
     Raises:
         CheckpointError: a setting is missing, malformed or unknown.
     """
-    reader = _module_reader(folder, path, "LayerNorm", {"dimension"})
+    reader = _module_reader(folder, path, "LayerNorm", {"dimension"}, SENTENCE)
     return LayerNormModule(path, _required_size(reader, "dimension"))
 
 
-def read_normalize(folder: CheckpointFolder, path: str) -> NormalizeModule:
-    """Read a Normalize module's config, where it has one.
+def read_normalize(folder: CheckpointFolder, path: str, stage: str = SENTENCE) -> NormalizeModule:
+    """Read a Normalize module's config, where it has one; `stage` is what it has to work on.
 
     Raises:
         CheckpointError: it normalises something else than the vector.
     """
-    _module_reader(folder, path, "Normalize", set())
+    _module_reader(folder, path, "Normalize", set(), stage)
     return NormalizeModule()

@@ -7,6 +7,7 @@ from rose.models.classifier_config import read_labels
 from rose.models.config import CONFIG_FILE, MODULES_FILE, CheckpointFolder, ConfigReader
 from rose.models.errors import CheckpointError
 from rose.models.recipe import read_modules
+from rose.models.recipe_late import is_late
 
 if TYPE_CHECKING:
     from rose.models.architecture import Architecture, ModelConfig
@@ -54,11 +55,14 @@ def choose_tasks(
     Raises:
         CheckpointError: a task is unknown, or not one of this checkpoint.
     """
-    possible = _possible(reader, architecture, config)
+    modules = read_modules(folder)
+    late = is_late(folder, modules)
+    possible = ("embed", "score") if late else _possible(reader, architecture, config)
     if wanted:
         return _check(wanted, possible, architecture), "option --task"
-    modules = read_modules(folder)
     source = f"{CONFIG_FILE}: architectures" if modules is None else MODULES_FILE
+    if late:
+        return possible, source
     embeds = any(module.kind == "Pooling" for module in modules or ())
     if is_classifier(reader) and architecture.classifier is not None:
         return (possible[:1] if embeds else possible[1:]), source

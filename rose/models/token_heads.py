@@ -1,7 +1,8 @@
-"""What an embedder makes of each token beside the dense vector of the text.
+"""What an embedder makes of each token, beside or instead of a dense vector of the text.
 
 BGE-M3 does: a vector for each token, to be compared one by one (as in ColBERT), and a weight, which
 is that of the token's word. Both come from the hidden states that the dense vector is pooled from.
+A late-interaction model has vectors of tokens alone, by the modules that its checkpoint lists.
 
 Shape letters: T tokens, C channels of the backbone, D channels of a token's vector.
 """
@@ -20,6 +21,8 @@ from rose.models.weight_files import WeightFiles
 from rose.models.weights import NamedTensors, fill
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rose.models.config import CheckpointFolder
 
 
@@ -35,6 +38,23 @@ class TokenVectors(nn.Module):
     def forward(self, x_TC: Tensor) -> Tensor:
         """Return float32 [T, D]."""
         return l2_normalize(self.linear(x_TC.float()))
+
+
+class TokenModules(nn.Module):
+    """Modules that each token's hidden state passes through."""
+
+    def __init__(self, modules: "Sequence[nn.Module]", dimensions: int) -> None:
+        """Pass through `modules` in this order, in float32; the last gives `dimensions` numbers."""
+        super().__init__()
+        self.dimensions = dimensions
+        self.modules_in_turn = nn.ModuleList(modules)
+
+    def forward(self, x_TC: Tensor) -> Tensor:
+        """Return float32 [T, D]."""
+        x_TC = x_TC.float()
+        for module in self.modules_in_turn:
+            x_TC = module(x_TC)
+        return x_TC
 
 
 class TokenWeights(nn.Module):

@@ -18,15 +18,20 @@ _PARTS = ("content[0]", ".type", "'type'", '"type"', "message.content[")
 
 
 class Use(NamedTuple):
-    """What a model is used for: the module's task, the name of its output, and the model's own."""
+    """What a model is used for: the module's task, the name of its output, and the model's own.
+
+    A `late` one has settings for queries and documents, which are read elsewhere.
+    """
 
     task: str
     output: str
     method_output: str
+    late: bool = False
 
 
 EMBED = Use("feature-extraction", "token_embeddings", "last_hidden_state")
 CLASSIFY = Use("sequence-classification", "scores", "logits")
+TOKENS = Use("feature-extraction", "token_embeddings", "last_hidden_state", late=True)
 SPARSE = Use("fill-mask", "token_embeddings", "logits")
 YES_NO = Use("text-generation", "causal_logits", "logits")
 
@@ -61,8 +66,8 @@ def read_transformer_module(folder: CheckpointFolder, use: Use) -> TransformerMo
         if found != value:
             raise CheckpointError(f"{file}: {key}: {found!r} is not supported here, only {value!r}")
     for key in ("query_length", "document_length", "query_expansion"):
-        if settings.get(key) is not None:
-            raise CheckpointError(f"{file}: {key}: multi-vector models are not supported")
+        if settings.get(key) is not None and not use.late:
+            raise CheckpointError(f"{file}: {key}: it goes with vectors of tokens only")
     modalities = settings.get("modality_config")
     if modalities is not None:
         _check_text(modalities, use, f"{file}: modality_config")

@@ -16,9 +16,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rose.kernels.attention.base import AttentionBackend, GraphSupport, KVPages, RaggedLayout
+from rose.kernels.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    GraphSupport,
+    KVPages,
+    RaggedLayout,
+)
+from rose.kernels.attention.expanded import ExpandedBatch
 from rose.kernels.recurrence import RecurrentBatch
 from rose.models.batch import TokenBatch
+from rose.models.card import RowOutput
 from rose.models.embedding import EmbeddingModel
 from rose.runtime.device import upload
 from rose.runtime.graphs import BatchTime, Capturer, GraphCache, GraphPolicy, WarmupShape
@@ -32,7 +40,7 @@ from rose.runtime.worker import DeviceWorker
 log = logging.getLogger(__name__)
 
 SATURATION_TOLERANCE = 0.05
-SATURATION_BUDGET_S = 1.5
+SATURATION_BUDGET_S = 0.5
 SATURATION_SIZES = (128, 256, 512, 1024, 2048, 4096, 8192)
 DEFAULT_SATURATION = 512
 
@@ -42,7 +50,9 @@ class EmbedBatch:
     """Packed texts on the host: `ids` int32 [T], `lengths` int32 [B], `pool_from` int32 [B].
 
     `segments` int32 [T] are given for models that want to know which token of a pair is of which
-    text. With `spans` there is a row for each of these, else one for each text.
+    text. `outputs` are what is computed; for "text" there is a row for each of the `spans`, where
+    there are some, else one for each text. `unseen` int32 [B] are trailing tokens that the others
+    of their text do not see.
     """
 
     ids: IntArray
@@ -50,10 +60,18 @@ class EmbedBatch:
     pool_from: IntArray
     segments: IntArray | None = None
     spans: Spans | None = None
+    outputs: tuple[RowOutput, ...] = ("text",)
+    unseen: IntArray | None = None
 
     @property
-    def rows(self) -> IntArray:
-        """Rows of each text, int32 [B]."""
+    def is_plain(self) -> bool:
+        """Whether there is a row for each text, and its tokens all see each other."""
+        return self.spans is None and self.outputs == ("text",) and self.unseen is None
+
+    def rows(self, output: RowOutput) -> IntArray:
+        """Return the rows of each text in an output, int32 [B]."""
+        if output != "text":
+            return self.lengths
         return self.spans.counts if self.spans else np.ones_like(self.lengths)
 
     @classmethod
@@ -70,6 +88,8 @@ class EmbedBatch:
             ),
             segments=_join([piece.segments for piece in slices]),
             spans=_join_spans([piece.spans for piece in slices]),
+            outputs=slices[0].job.outputs,
+            unseen=_join([piece.unseen for piece in slices]),
         )
 
     def take(self, order: npt.NDArray[np.int64]) -> "EmbedBatch":
@@ -81,6 +101,8 @@ class EmbedBatch:
             self.pool_from[order],
             None if self.segments is None else self.segments[places],
             self.spans.take(order) if self.spans else None,
+            self.outputs,
+            None if self.unseen is None else self.unseen[order],
         )
 
     @classmethod
@@ -103,7 +125,7 @@ class EmbedBatch:
 
 def _join(parts: list[IntArray | None]) -> IntArray | None:
     given = [part for part in parts if part is not None]
-    assert len(given) in (0, len(parts)), "all jobs of a model have segments, or none has"
+    assert len(given) in (0, len(parts)), "all jobs of a batch have them, or none has"
     return np.concatenate(given) if given else None
 
 
@@ -204,13 +226,21 @@ class EmbeddingRuntime:
     def step(self, batch: EmbedBatch) -> LazyTensor[Tensor]:
         """Launch a batch and return at once.
 
-        The result is float32 [B, D] on the host: pooled and passed through the checkpoint's
-        modules, before cutting, normalisation and quantisation. With spans it has a row for each
-        of these, which for single tokens are as `EmbeddingModel.token_rows` says; such batches run
-        eagerly, since a graph has a fixed number of rows.
+        The result is the one output of the batch, float32 on the host. For "text" it is [B, D]:
+        pooled and passed through the checkpoint's modules, before cutting, normalisation and
+        quantisation; with spans it has a row for each of these. Others have a row for each token,
+        as `EmbeddingModel.token_rows` says. What is not plain runs eagerly, since a graph has a
+        fixed number of rows.
         """
+        assert len(batch.outputs) == 1
         return self._worker.launch(
-            lambda: [self._run(batch)], lambda outputs: self._finish(batch, outputs[0])
+            lambda: self._run(batch), lambda outputs: self._finish(batch, outputs)[0]
+        )
+
+    def step_all(self, batch: EmbedBatch) -> LazyTensor[tuple[Tensor, ...]]:
+        """Launch a batch like `step`, for any number of outputs of one pass, in their order."""
+        return self._worker.launch(
+            lambda: self._run(batch), lambda outputs: self._finish(batch, outputs)
         )
 
     def warm_up(self, shapes: Sequence[WarmupShape], vocab_size: int) -> None:
@@ -277,29 +307,37 @@ class EmbeddingRuntime:
             times.append(time.perf_counter() - began)
         return min(times) * tokens / (count * length)
 
-    def _run(self, batch: EmbedBatch) -> Tensor:
-        """Launch a batch; its rows are in the order of `_order`."""
+    def _run(self, batch: EmbedBatch) -> list[Tensor]:
+        """Launch a batch; the rows of its outputs are in the order of `_order`."""
         if self._segment_ids:
             batch = batch.with_segments()
         if self._deterministic and len(batch.lengths) > 1:
-            return torch.cat([self._forward(single) for single in batch.singles()])
+            parts = [self._compute(single) for single in batch.singles()]
+            return [torch.cat(rows) for rows in zip(*parts, strict=True)]
         if len(batch.lengths) > 1:
             order = _order(batch)
             if self._prefixes and (rows := self._prefixes.run(batch)) is not None:
-                return rows[self._upload(order)]
+                return [rows[self._upload(order)]]
             batch = batch.take(order)
-        if self._graphs is None or batch.spans is not None:
-            return self._forward(batch)
-        return self._graphs.run(batch)
+        if self._graphs is None or not batch.is_plain:
+            return self._compute(batch)
+        return [self._graphs.run(batch)]
 
-    def _finish(self, batch: EmbedBatch, vectors_BD: Tensor) -> Tensor:
-        """Copy the rows, on the host, into the order of the texts."""
+    def _finish(self, batch: EmbedBatch, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Copy the rows of each output, on the host, into the order of the texts."""
         if self._deterministic or len(batch.lengths) == 1:
-            return vectors_BD.clone()
+            return tuple(rows.clone() for rows in outputs)
         order = _order(batch)
-        return vectors_BD[torch.from_numpy(gather(batch.rows[order], np.argsort(order)))]
+        back = np.argsort(order)
+        places = [gather(batch.rows(output)[order], back) for output in batch.outputs]
+        pairs = zip(outputs, places, strict=True)
+        return tuple(rows[torch.from_numpy(place)] for rows, place in pairs)
 
     def _forward(self, batch: EmbedBatch) -> Tensor:
+        return self._compute(batch)[0]
+
+    def _compute(self, batch: EmbedBatch) -> list[Tensor]:
+        """Compute the outputs of a batch, in its order."""
         ends = np.cumsum(batch.lengths, dtype=np.int64)
         starts = ends - batch.lengths
         positions = np.arange(len(batch.ids)) - np.repeat(starts, batch.lengths)
@@ -308,23 +346,41 @@ class EmbeddingRuntime:
         tokens = TokenBatch(
             input_ids=self._upload(batch.ids.astype(np.int64)),
             positions=self._upload(positions),
-            attention=self._backend.plan_ragged(layout),
+            attention=self._plan(batch, layout),
             token_type_ids=self._segments(batch),
             recurrence=RecurrentBatch(layout.lengths, self._device) if self._recurrent else None,
         )
-        if batch.spans is not None:
-            return self._forward_spans(tokens, batch.spans, batch.lengths)
         pool_from = self._upload(batch.pool_from) if batch.pool_from.any() else None
-        return self._model(tokens, cu_seqlens, pool_from)
+        if batch.spans is None and batch.outputs == ("text",):
+            return [self._model(tokens, cu_seqlens, pool_from)]
+        assert isinstance(self._model, EmbeddingModel), "embedders alone have other outputs"
+        model, x_TC = self._model, self._model.backbone(tokens)
+        return [
+            model.token_rows(x_TC, output)
+            if output != "text"
+            else self._pool(model, x_TC, cu_seqlens, pool_from, batch)
+            for output in batch.outputs
+        ]
 
-    def _forward_spans(self, tokens: TokenBatch, spans: Spans, lengths: IntArray) -> Tensor:
-        assert isinstance(self._model, EmbeddingModel), "spans are pooled by embedders only"
-        x_TC = self._model.backbone(tokens)
-        if spans.output is not None:
-            return self._model.token_rows(x_TC, spans.output)
-        cu_seqlens, starts = spans.segments(lengths)
-        x_TC = x_TC[: int(cu_seqlens[-1])]
-        return self._model.pool(x_TC, self._upload(cu_seqlens), self._upload(starts))
+    def _plan(self, batch: EmbedBatch, layout: RaggedLayout) -> AttentionBatch:
+        if batch.unseen is None:
+            return self._backend.plan_ragged(layout)
+        return ExpandedBatch(layout.lengths, batch.unseen.tolist(), self._device)
+
+    def _pool(
+        self,
+        model: EmbeddingModel,
+        x_TC: Tensor,
+        cu_seqlens: Tensor,
+        pool_from: Tensor | None,
+        batch: EmbedBatch,
+    ) -> Tensor:
+        """Return a row for each text, or for each of its spans."""
+        if batch.spans is None:
+            return model.pool(x_TC, cu_seqlens, pool_from)
+        ends, starts = batch.spans.segments(batch.lengths)
+        x_TC = x_TC[: int(ends[-1])]
+        return model.pool(x_TC, self._upload(ends), self._upload(starts))
 
     def _segments(self, batch: EmbedBatch) -> Tensor | None:
         if not self._segment_ids or batch.segments is None:

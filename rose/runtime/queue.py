@@ -11,19 +11,19 @@ Python work per text.
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from rose.models.card import TokenOutput
+from rose.models.card import RowOutput
 from rose.runtime.spans import Spans, first_rows
 
 if TYPE_CHECKING:
     from rose.runtime.options import Priority
 
 IntArray = npt.NDArray[np.int32]
-RowKind = Literal["text", "span"] | TokenOutput
+BatchKind = tuple[tuple[RowOutput, ...], bool, bool]
 
 BULK_TURN = 4
 
@@ -34,8 +34,10 @@ class EmbedJob:
 
     `lengths` int32 [B] are tokens per text, all at least 1; `ids` int32 [sum of lengths] their
     tokens, one text after another. `pool_from` tokens at the head of each text are not pooled.
-    `segments` int32 [sum of lengths] says, for pairs of texts, of which text a token is. With
-    `spans` each text has a row for each of its spans, else one row.
+    `segments` int32 [sum of lengths] says, for pairs of texts, of which text a token is. `outputs`
+    are what is computed of the texts; for "text" each has a row for each of its `spans`, where it
+    has some, else one row. `unseen` int32 [B] are trailing tokens of each text that the others do
+    not see.
     """
 
     ids: IntArray
@@ -44,26 +46,30 @@ class EmbedJob:
     priority: "Priority" = "online"
     segments: IntArray | None = None
     spans: Spans | None = None
+    outputs: tuple[RowOutput, ...] = ("text",)
+    unseen: IntArray | None = None
     arrived: float = field(default_factory=time.monotonic)
     started: float | None = None
     taken: int = 0
     starts: npt.NDArray[np.int64] = field(init=False)
-    rows: npt.NDArray[np.int64] = field(init=False)
+    text_rows: npt.NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Index the texts: text i is ids[starts[i]:starts[i + 1]], its rows are likewise `rows`."""
+        """Index the texts: text i is ids[starts[i]:starts[i + 1]]; `text_rows` are likewise."""
         self.starts = first_rows(self.lengths)
-        self.rows = first_rows(self.spans.counts) if self.spans else np.arange(len(self) + 1)
+        self.text_rows = first_rows(self.spans.counts) if self.spans else np.arange(len(self) + 1)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     @property
-    def row_kind(self) -> RowKind:
-        """What a row of the job is. A batch has rows of one kind."""
-        if self.spans is None:
-            return "text"
-        return self.spans.output or "span"
+    def kind(self) -> BatchKind:
+        """What has to be equal for jobs to be in one batch."""
+        return self.outputs, self.spans is not None, self.unseen is not None
+
+    def rows(self, output: RowOutput) -> npt.NDArray[np.int64]:
+        """Return where the rows of each text begin among those of an output, int64 [B + 1]."""
+        return self.text_rows if output == "text" else self.starts
 
     @property
     def tokens_waiting(self) -> int:
@@ -97,9 +103,14 @@ class JobSlice(NamedTuple):
         return self.job.lengths[self.first : self.last]
 
     @property
-    def rows(self) -> slice:
-        """Where these texts' rows are among those of the job."""
-        return slice(int(self.job.rows[self.first]), int(self.job.rows[self.last]))
+    def unseen(self) -> IntArray | None:
+        """Trailing tokens per text that the others do not see, where there are any."""
+        return None if self.job.unseen is None else self.job.unseen[self.first : self.last]
+
+    def rows(self, output: RowOutput) -> slice:
+        """Return where these texts' rows are among those of an output of the job."""
+        rows = self.job.rows(output)
+        return slice(int(rows[self.first]), int(rows[self.last]))
 
     @property
     def spans(self) -> Spans | None:
@@ -151,7 +162,7 @@ class EmbedQueue:
         for lane in self._lanes_in_turn():
             while lane and max_texts > 0 and max_tokens > 0:
                 job = lane[0]
-                if slices and job.row_kind != slices[0].job.row_kind:
+                if slices and job.kind != slices[0].job.kind:
                     return slices
                 last = _fit(job, max_tokens, max_texts, at_least_one=not slices)
                 if last == job.taken:

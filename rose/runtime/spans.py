@@ -1,4 +1,4 @@
-"""Parts of texts that are pooled one by one: chunks of a document, or single tokens.
+"""Parts of texts that are pooled one by one: chunks of a document.
 
 Plain numpy. Shape letters: B texts, S spans of all texts.
 """
@@ -12,8 +12,6 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rose.models.card import TokenOutput
-
 IntArray = npt.NDArray[np.int32]
 
 
@@ -22,39 +20,29 @@ class Spans:
     """The spans of some texts: `counts` int32 [B] per text, `bounds` int32 [S, 2].
 
     A span's bounds are its first token and the one after its last, counted within its text. The
-    spans of a text are in order and do not overlap; tokens may lie between them. With `output` the
-    spans are all tokens, one by one, and their rows are what it names, not pooled.
+    spans of a text are in order and do not overlap; tokens may lie between them.
     """
 
     counts: IntArray
     bounds: IntArray
-    output: "TokenOutput | None" = None
-
-    @classmethod
-    def tokens(cls, lengths: IntArray, output: "TokenOutput") -> "Spans":
-        """Make a span of each token of texts of these lengths, int32 [B]."""
-        total = int(lengths.sum(dtype=np.int64))
-        firsts = np.arange(total) - np.repeat(first_rows(lengths)[:-1], lengths)
-        bounds = np.stack([firsts, firsts + 1], axis=1).astype(np.int32)
-        return cls(lengths, bounds, output)
 
     @classmethod
     def join(cls, parts: "Sequence[Spans]") -> "Spans":
         """Join the spans of several groups of texts."""
         counts = np.concatenate([part.counts for part in parts])
         bounds = np.concatenate([part.bounds for part in parts])
-        return cls(counts, bounds, parts[0].output)
+        return cls(counts, bounds)
 
     def part(self, first: int, last: int) -> "Spans":
         """Return the spans of texts `first` to `last` - 1."""
         starts = first_rows(self.counts)
         bounds = self.bounds[starts[first] : starts[last]]
-        return Spans(self.counts[first:last], bounds, self.output)
+        return Spans(self.counts[first:last], bounds)
 
     def take(self, order: npt.NDArray[np.int64]) -> "Spans":
         """Return the spans of the texts in another order."""
         bounds = self.bounds[gather(self.counts, order)]
-        return Spans(self.counts[order], bounds, self.output)
+        return Spans(self.counts[order], bounds)
 
     def check(self, lengths: IntArray) -> None:
         """Check spans against the tokens per text, int32 [B].

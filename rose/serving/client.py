@@ -20,7 +20,7 @@ import zmq.asyncio
 from msgspec.structs import replace
 from zmq.utils.monitor import recv_monitor_message
 
-from rose.models.card import ModelCard, TokenOutput
+from rose.models.card import ModelCard, RowOutput
 from rose.runtime.options import EmbedOptions, OutputDtype, Priority, SamplingParams
 from rose.serving import protocol
 from rose.serving.client_api import EmbedAnswer, EngineError, ScoreAnswer
@@ -68,6 +68,18 @@ Answer = tuple[EmbedResult, list[Any]]
 
 def _joined(texts: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.int32]:
     return np.concatenate([np.asarray(text, np.int32) for text in texts])
+
+
+def _rows(
+    frame: Any,  # noqa: ANN401 - ZeroMQ's buffer
+    output: RowOutput,
+    options: EmbedOptions,
+    tokens: int,
+    texts: int,
+) -> npt.NDArray[np.generic]:
+    if output != "text":
+        return np.frombuffer(frame, "<f4").reshape(tokens, -1)
+    return np.frombuffer(frame, NUMPY_DTYPES[options.output_dtype]).reshape(texts, -1)
 
 
 class EngineClient:
@@ -161,14 +173,15 @@ class EngineClient:
         *,
         pool_from: int = 0,
         spans: Sequence[npt.NDArray[np.int32]] | None = None,
-        per_token: TokenOutput | None = None,
+        outputs: tuple[RowOutput, ...] = ("text",),
+        queries: bool = False,
         priority: Priority = "online",
         timeout_s: float | None = None,
         trace: str = "",
     ) -> EmbedAnswer:
         """Embed texts given as token ids, each int32 [tokens], or `spans` of each, int32 [n, 2].
 
-        With `per_token` the answer has that of each token, float32.
+        See `rose.serving.client_api.EngineClient.embed` for the rest.
 
         Cancelling the task that waits here cancels the request at the engine.
 
@@ -179,7 +192,8 @@ class EngineClient:
             request_id=next(self._request_ids),
             options=options,
             pool_from=pool_from,
-            per_token=per_token,
+            outputs=outputs,
+            queries=queries,
             priority=priority,
             trace=trace,
             traceparent=traceparent(),
@@ -190,12 +204,12 @@ class EngineClient:
             counts = np.fromiter((len(part) for part in spans), np.int32, len(spans))
             sent += [counts.data, _joined(spans).data]
         result, frames = await self._ask(request, sent, timeout_s)
-        vectors = np.frombuffer(frames[0], NUMPY_DTYPES[options.output_dtype])
-        return EmbedAnswer(
-            vectors.reshape(result.count, -1),
-            queued_s=result.queued_s,
-            computed_s=result.computed_s,
+        texts = len(ids) if spans is None else sum(map(len, spans))
+        first, *more = (
+            _rows(frame, output, options, int(lengths.sum()), texts)
+            for frame, output in zip(frames, outputs, strict=True)
         )
+        return EmbedAnswer(first, result.queued_s, result.computed_s, tuple(more))
 
     async def score(
         self,

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from rose.models.card import ModelCard, TokenOutput
+from rose.models.card import ModelCard, RowOutput
 from rose.runtime.options import EmbedOptions, Priority, SamplingParams
 from rose.serving.protocol import FailureKind, Stats, TokensDelta
 
@@ -33,14 +33,17 @@ class EmbedAnswer:
     """The vectors of one request.
 
     Attributes:
-        vectors: [texts, width] of the output dtype; for "binary" and "ubinary" width is in bytes.
+        vectors: Rows of the first output that was asked for: [texts, width] of the output dtype
+            (for "binary" and "ubinary" width is in bytes), or [tokens, width].
         queued_s: Seconds from arrival at the engine to the first step.
         computed_s: Seconds from the first step to the answer.
+        more: Rows of the other outputs.
     """
 
     vectors: npt.NDArray[np.generic]
     queued_s: float
     computed_s: float
+    more: tuple[npt.NDArray[np.generic], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,8 @@ class EngineClient(Protocol):
         *,
         pool_from: int = 0,
         spans: Sequence[npt.NDArray[np.int32]] | None = None,
-        per_token: TokenOutput | None = None,
+        outputs: tuple[RowOutput, ...] = ("text",),
+        queries: bool = False,
         priority: Priority = "online",
         timeout_s: float | None = None,
         trace: str = "",
@@ -96,7 +100,9 @@ class EngineClient(Protocol):
         """Embeds texts given as token ids; one row per text, in order.
 
         With `spans`, int32 [n, 2] for each text, one row per span: first token, and the one after
-        its last. With `per_token`, one row per token, float32, whatever the options.
+        its last. `outputs` are computed in one pass; those but "text" have one row per token,
+        float32, whatever the options. `queries` says that the texts are queries, to a
+        late-interaction model.
 
         Cancelling the awaiting task cancels the request at the engine.
 

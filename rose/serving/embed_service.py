@@ -9,15 +9,15 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from rose.models.card import EmbeddingCard
-from rose.models.output import finish
+from rose.models.card import EmbeddingCard, EmbeddingOutput, RowOutput
+from rose.models.output import check_output, finish
 from rose.runtime.build import ServedModel
 from rose.runtime.embedding import EmbedBatch, EmbeddingRuntime
 from rose.runtime.errors import NonFiniteError, RequestError
@@ -41,11 +41,15 @@ class OverloadedError(RuntimeError):
 
 
 class FinishedEmbed(NamedTuple):
-    """Vectors [B, d] of the requested dtype (or scores), seconds queued, seconds of computing."""
+    """Rows of the first output, of the requested dtype (or scores), and those of the others.
+
+    Also seconds queued, and seconds of computing.
+    """
 
     vectors: npt.NDArray[Any]
     queued_s: float
     computed_s: float
+    more: tuple[npt.NDArray[Any], ...] = ()
 
 
 Deliver = Callable[[FinishedEmbed | Exception], None]
@@ -59,15 +63,19 @@ class EmbedCall:
         self.job = job
         self.options = options
         self.deliver = deliver
-        self.rows: FloatRows | None = None
-        self.missing = int(job.rows[-1])
+        self.rows: list[FloatRows] = []
+        self.missing = len(job)
 
-    def add(self, place: slice, rows: FloatRows) -> None:
-        """Keep the rows that belong to `place`."""
-        if self.rows is None:
-            self.rows = np.empty((self.missing, rows.shape[1]), np.float32)
-        self.rows[place] = rows
-        self.missing -= len(rows)
+    def add(self, piece: JobSlice, parts: Sequence[FloatRows]) -> None:
+        """Keep the rows of some texts, of each output."""
+        outputs = self.job.outputs
+        if not self.rows:
+            counts = [int(self.job.rows(output)[-1]) for output in outputs]
+            shapes = [(n, part.shape[1]) for n, part in zip(counts, parts, strict=True)]
+            self.rows = [np.empty(shape, np.float32) for shape in shapes]
+        for rows, output, part in zip(self.rows, outputs, parts, strict=True):
+            rows[piece.rows(output)] = part
+        self.missing -= piece.last - piece.first
 
 
 class EmbedService:
@@ -142,6 +150,7 @@ class EmbedService:
         if self._runtime is None:
             raise RequestError(f"model {self._card.name!r} cannot embed", "model")
         self._check_texts(job)
+        _check_outputs(job, self._card.embedding)
         self._check_options(options)
 
     def _check_texts(self, job: EmbedJob) -> None:
@@ -157,7 +166,6 @@ class EmbedService:
             raise RequestError("the prompt leaves no token to pool", "input")
         if job.spans is not None:
             _check_spans(job.spans, lengths)
-            _check_output(job.spans, card.embedding)
 
     def _launch(self, on_done: Callable[[], None]) -> None:
         """Launch what there is when the device is idle, and a full batch behind a running one."""
@@ -169,7 +177,9 @@ class EmbedService:
             self.steps += 1
             self.tokens += len(batch.ids)
             assert self._runtime is not None
-            lazy = self._runtime.step(batch)
+            single = len(batch.outputs) == 1
+            step = self._runtime.step if single else self._runtime.step_all
+            lazy: LazyTensor[Any] = step(batch)
             lazy.add_done_callback(on_done)
             self._running.append((slices, lazy))
 
@@ -185,18 +195,22 @@ class EmbedService:
 
     def _finish_step(self, slices: list[JobSlice], lazy: LazyTensor[Any]) -> None:
         try:
-            vectors = lazy.result().numpy()
+            result = lazy.result()
         except Exception as error:  # the batch's own; the next one goes on
             if is_lasting(error):
                 raise
             log.exception("a step failed")
             self._step_failed(slices, error)
             return
-        start = 0
+        outputs = slices[0].job.outputs
+        rows = [part.numpy() for part in (result if isinstance(result, tuple) else (result,))]
+        starts = [0] * len(rows)
         for piece in slices:
-            stop = start + piece.rows.stop - piece.rows.start
-            self._keep(piece, vectors[start:stop])
-            start = stop
+            places = [piece.rows(output) for output in outputs]
+            stops = [s + p.stop - p.start for s, p in zip(starts, places, strict=True)]
+            cuts = zip(rows, starts, stops, strict=True)
+            self._keep(piece, [part[start:stop] for part, start, stop in cuts])
+            starts = stops
 
     def _step_failed(self, slices: list[JobSlice], error: Exception) -> None:
         if len(slices) > 1:
@@ -204,28 +218,31 @@ class EmbedService:
         else:
             self._end(slices[0].job, RuntimeError(f"the model failed: {error}"))
 
-    def _keep(self, piece: JobSlice, rows: FloatRows) -> None:
+    def _keep(self, piece: JobSlice, parts: Sequence[FloatRows]) -> None:
         call = self._calls.get(piece.job)
         if call is None:
             return  # cancelled meanwhile
-        bad = np.flatnonzero(~np.isfinite(rows).all(axis=1))
-        if len(bad):
-            text = np.searchsorted(piece.job.rows, piece.rows.start + bad[0], side="right") - 1
-            where = f"input[{text}]"
-            self._end(piece.job, NonFiniteError("the model computed NaN or infinity", where))
-            return
-        call.add(piece.rows, rows)
+        for output, rows in zip(piece.job.outputs, parts, strict=True):
+            bad = np.flatnonzero(~np.isfinite(rows).all(axis=1))
+            if len(bad):
+                row = piece.rows(output).start + bad[0]
+                text = np.searchsorted(piece.job.rows(output), row, side="right") - 1
+                where = f"input[{text}]"
+                self._end(piece.job, NonFiniteError("the model computed NaN or infinity", where))
+                return
+        call.add(piece, parts)
         if not call.missing:
             self._end(piece.job, self._answer(call))
 
     def _answer(self, call: EmbedCall) -> FinishedEmbed:
         job = call.job
-        assert call.rows is not None
         assert job.started is not None
-        rows = call.rows
-        if job.row_kind in ("text", "span"):
-            rows = self._finish_rows(rows, call.options)
-        return FinishedEmbed(rows, job.started - job.arrived, time.monotonic() - job.started)
+        first, *more = (
+            self._finish_rows(rows, call.options) if output == "text" else rows
+            for output, rows in zip(job.outputs, call.rows, strict=True)
+        )
+        queued_s, computed_s = job.started - job.arrived, time.monotonic() - job.started
+        return FinishedEmbed(first, queued_s, computed_s, tuple(more))
 
     def _finish_rows(self, rows: FloatRows, options: EmbedOptions) -> npt.NDArray[Any]:
         embedding = self._card.embedding
@@ -246,18 +263,26 @@ def _check_spans(spans: Spans, lengths: IntArray) -> None:
         raise RequestError(str(error), "input") from None
 
 
-def _check_output(spans: Spans, embedding: EmbeddingCard | None) -> None:
-    outputs = embedding.outputs if embedding else ()
-    needed = {"multi_vector": ("multi_vector",), "token_weights": ("dense", "sparse")}
-    if not {*needed.get(spans.output or "", ())} <= {*outputs}:
-        raise RequestError(f"the model has no {spans.output}", "model")
+# Of an output, the kinds of vectors of which a model has to have one.
+_NEEDED: dict[RowOutput, tuple[EmbeddingOutput, ...]] = {
+    "text": ("dense", "sparse"),
+    "multi_vector": ("multi_vector",),
+    "token_weights": ("sparse",),
+}
+
+
+def _check_outputs(job: EmbedJob, embedding: EmbeddingCard | None) -> None:
+    has = embedding.outputs if embedding else ()
+    for output in job.outputs:
+        missing = output in _NEEDED and not {*_NEEDED[output]} & {*has}
+        if missing or (output == "token_weights" and "dense" not in has):
+            raise RequestError(f"the model has no {output}", "model")
 
 
 def _check_options(embedding: EmbeddingCard | None, options: EmbedOptions) -> None:
-    """Find out on one row whether vectors can be finished like that."""
+    """Refuse options of vectors that the model cannot have."""
     assert embedding is not None
-    row = np.zeros((1, embedding.dimensions), np.float32)
     try:
-        finish(row, options, embedding.normalize, embedding.quantizer)
+        check_output(options, embedding.dimensions, embedding.normalize, embedding.quantizer)
     except ValueError as error:  # it begins with the field's name
         raise RequestError(str(error), str(error).partition(":")[0]) from None

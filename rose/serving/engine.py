@@ -236,7 +236,7 @@ class EngineServer:
     def _admit_embedding(
         self, identity: bytes, request: EmbedRequest, frames: list[bytes]
     ) -> Callable[[], None]:
-        job = read_embed_job(request, frames)
+        job = read_embed_job(request, frames, self._served.card.embedding)
         self._embed.submit(job, request.options, partial(self._answer, identity, request))
         return partial(self._embed.cancel, job)
 
@@ -318,7 +318,7 @@ class EngineServer:
             queued_s=outcome.queued_s,
             computed_s=outcome.computed_s,
         )
-        self._send(identity, result, [outcome.vectors.data])
+        self._send(identity, result, [rows.data for rows in (outcome.vectors, *outcome.more)])
 
     def _send_tokens(self, identity: bytes, deltas: list[TokensDelta]) -> None:
         for delta in deltas:

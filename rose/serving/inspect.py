@@ -92,7 +92,9 @@ def module_weights(plan: Plan) -> list[WeightFiles]:
     """
     modules = plan.recipe.modules if plan.recipe else ()
     folders = [
-        module.path for module in modules if isinstance(module, DenseModule | LayerNormModule)
+        module.path
+        for module in modules
+        if isinstance(module, DenseModule | LayerNormModule) and module.path
     ]
     return [find_weight_files(CheckpointFolder(plan.folder.path / folder)) for folder in folders]
 

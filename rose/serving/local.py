@@ -26,6 +26,7 @@ from rose.serving.gateway.tokenization import Tokenizer
 from rose.serving.local_generation import ChatPrompt, Completion, LocalGenerator, Request
 from rose.serving.local_rows import Progress, run_rows
 from rose.serving.local_scores import ScoreMethods
+from rose.serving.local_types import TypeMethods
 
 Text = str | Sequence[int]
 Ids = npt.NDArray[np.int32]
@@ -49,7 +50,7 @@ class EncodedTexts:
         return sum(len(text) for text in self.ids)
 
 
-class Engine(ScoreMethods):
+class Engine(ScoreMethods, TypeMethods):
     """A loaded model. Use it as a context manager, or call `close`.
 
     Methods may be called from one thread at a time.
@@ -171,6 +172,11 @@ class Engine(ScoreMethods):
         One thread may encode while another is in `embed_encoded`.
         """
         _, facts = self._embedding()
+        if facts.late is not None:
+            message = (
+                f"model {self.card.name!r} has vectors of tokens alone: embed_types gives them"
+            )
+            raise RequestError(message, "model")
         prefix = _choose_prompt(facts, prompt_name, prompt)
         ids = self._encode(_as_list(texts), prefix, facts.chat)
         skip = 0 if facts.pools_prompt or not prefix else self._tokenizer.prompt_length(prefix)

@@ -65,16 +65,10 @@ class Encoded(NamedTuple):
         """Tokens of all of them."""
         return sum(map(len, self.work.ids))
 
-
-def joined(parts: Sequence[Encoded]) -> Encoded:
-    """Put several lists of pairs together."""
-    segments = [row for part in parts for row in part.work.segments or ()]
-    work = PreparedPairs(
-        [ids for part in parts for ids in part.work.ids],
-        segments or None,
-        sum(part.work.truncated for part in parts),
-    )
-    return Encoded(work, [place for part in parts for place in part.places])
+    @property
+    def truncated(self) -> int:
+        """Tokens that were cut off."""
+        return self.work.truncated
 
 
 class LocalRanker:
@@ -112,15 +106,25 @@ class LocalRanker:
             if len(queries) != len(documents):
                 message = f"query: {len(queries)} texts for {len(documents)} documents"
                 raise RequestError(message, "query")
-        _check_texts([*queries.items(), *zip(places, documents, strict=True)])
+        check_texts([*queries.items(), *zip(places, documents, strict=True)])
         if not documents:
             return Encoded(PreparedPairs([], None, 0), [])
         rules = self._rules(options)
         texts = dict(zip(places, documents, strict=True))
-        with _plainly():
+        with plainly():
             return Encoded(
                 prepare_pairs(self._card, self._tokenizer, rules, queries, texts), places
             )
+
+    def joined(self, parts: Sequence[Encoded]) -> Encoded:
+        """Put several lists of pairs together."""
+        segments = [row for part in parts for row in part.work.segments or ()]
+        work = PreparedPairs(
+            [ids for part in parts for ids in part.work.ids],
+            segments or None,
+            sum(part.truncated for part in parts),
+        )
+        return Encoded(work, [place for part in parts for place in part.places])
 
     def raw(self, encoded: Encoded, progress: Progress | None = None) -> Floats:
         """Compute raw scores, float64 [pairs, labels].
@@ -158,7 +162,7 @@ class LocalRanker:
         _check_items(named)
         if not named:
             return []
-        with _plainly():
+        with plainly():
             work = prepare_items(self._card, self._tokenizer, self._rules(options), named)
         raw = self.raw(Encoded(work, list(named)), progress)
         rows = probabilities(raw, self._facts.probabilities)
@@ -217,7 +221,7 @@ def ranked(raw: Floats, scores: Floats, top_n: int | None) -> list[Ranked]:
 
 
 @contextmanager
-def _plainly() -> Iterator[None]:
+def plainly() -> Iterator[None]:
     """Turn the gateway's errors into those of this process."""
     try:
         yield
@@ -228,7 +232,12 @@ def _plainly() -> Iterator[None]:
         raise RequestError(str(error)) from error
 
 
-def _check_texts(named: Sequence[tuple[str, object]]) -> None:
+def check_texts(named: Sequence[tuple[str, object]]) -> None:
+    """Refuse what is no text, by its place.
+
+    Raises:
+        RequestError: one is not.
+    """
     for place, text in named:
         if not isinstance(text, str):
             raise RequestError(f"{place}: a text is expected, not {type(text).__name__}", place)
@@ -239,4 +248,4 @@ def _check_items(items: dict[str, TextOrPair]) -> None:
         parts: Sequence[object] = [item] if isinstance(item, str) else list(item)
         if not 1 <= len(parts) <= 2 or (len(parts) == 1 and not isinstance(item, str)):
             raise RequestError(f"{place}: a text or a pair of texts is expected", place)
-        _check_texts([(place, part) for part in parts])
+        check_texts([(place, part) for part in parts])

@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from rose.runtime.build import ServedModel
 from rose.serving.gateway.tokenization import Tokenizer
+from rose.serving.local_late import LateRanker
 from rose.serving.local_ranking import (
     Classified,
     LocalRanker,
@@ -18,13 +19,16 @@ from rose.serving.local_ranking import (
 )
 from rose.serving.local_rows import Progress
 
+# One that reads pairs, or one that compares vectors of tokens; each with pairs of its own.
+Ranker = LocalRanker | LateRanker
+
 
 class ScoreMethods:
     """What an engine does with a model that scores."""
 
     _served: ServedModel
     _tokenizer: Tokenizer
-    _ranker: LocalRanker | None = None
+    _ranker: Ranker | None = None
 
     def score(
         self,
@@ -69,7 +73,8 @@ class ScoreMethods:
         )
         ranker = self.ranker()
         raw = ranker.raw(ranker.encode(query, documents, options), progress)[:, 0]
-        return (raw if raw_scores else ranker.activated(raw)).astype(np.float32)
+        scores: npt.NDArray[np.float64] = raw if raw_scores else ranker.activated(raw)
+        return scores.astype(np.float32)
 
     def rank(
         self,
@@ -122,14 +127,18 @@ class ScoreMethods:
         """
         items = [texts] if isinstance(texts, str | tuple) else list(texts)
         options = PairOptions(prompt_name=prompt_name, prompt=prompt, truncate=truncate)
-        return self.ranker().classify(items, options, progress)
+        found: list[Classified] = self.ranker().classify(items, options, progress)
+        return found
 
-    def ranker(self) -> LocalRanker:
+    def ranker(self) -> Any:  # noqa: ANN401 - a `Ranker`, whose pairs no caller looks into
         """Return what scores.
 
         Raises:
             RequestError: the model does not.
         """
         if self._ranker is None:
-            self._ranker = LocalRanker(self._served, self._tokenizer)
+            embedding = self._served.card.embedding
+            is_late = embedding is not None and embedding.late is not None
+            make: type[LateRanker | LocalRanker] = LateRanker if is_late else LocalRanker
+            self._ranker = make(self._served, self._tokenizer)
         return self._ranker

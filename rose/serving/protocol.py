@@ -10,12 +10,12 @@ from typing import Literal
 
 import msgspec
 
-from rose.models.card import ModelCard, TokenOutput
+from rose.models.card import ModelCard, RowOutput
 from rose.runtime.options import EmbedOptions, Priority, SamplingParams
 
 Buffer = bytes | bytearray | memoryview
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 FailureKind = Literal[
     "bad_request",  # the caller's mistake
@@ -40,8 +40,10 @@ class EmbedRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     Frames: lengths int32 [B] (tokens per text), ids int32 [sum of lengths] and, where parts of
     texts are to be embedded, spans per text int32 [B] and their bounds int32 [spans, 2]: first
     token and the one after the last, counted within the text. `pool_from` is the number of leading
-    tokens of each text that pooling leaves out (a prompt); spans need none. `per_token` asks for
-    that of each token instead, float32, without spans.
+    tokens of each text that pooling leaves out (a prompt); spans need none. `outputs` are what is
+    asked for, of one pass: "text" is a row for each text, or span, the others are float32, a row
+    for each token, and go without spans. `queries` says that the texts are queries, which for a
+    late-interaction model may end in tokens that the others do not see.
     `trace` is the HTTP request's id, `traceparent` its place in a trace,
     if it is traced. Deadlines are the client's: it cancels what is late.
     """
@@ -49,7 +51,8 @@ class EmbedRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     request_id: int
     options: EmbedOptions
     pool_from: int = 0
-    per_token: TokenOutput | None = None
+    outputs: tuple[RowOutput, ...] = ("text",)
+    queries: bool = False
     priority: Priority = "online"
     trace: str = ""
     traceparent: str = ""
@@ -115,7 +118,8 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 class EmbedResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Engine: the vectors of an `EmbedRequest`, or the scores of a `ScoreRequest`.
 
-    Frame: `count` rows of `row_bytes` bytes each, little-endian, of the request's output dtype.
+    Frames, one for each output: rows, little-endian, of the request's output dtype; the first has
+    `count` rows of `row_bytes` bytes each.
     `queued_s` and `computed_s` are seconds from arrival to the first step, and from there on.
     """
 

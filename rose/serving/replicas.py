@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from rose.models.card import ModelCard, TokenOutput
+from rose.models.card import ModelCard, RowOutput
 from rose.runtime.options import EmbedOptions, Priority, SamplingParams
 from rose.serving.client import EngineClient
 from rose.serving.client_api import EmbedAnswer, EngineError, ScoreAnswer
@@ -129,7 +129,8 @@ class ReplicaSet:
         *,
         pool_from: int = 0,
         spans: Sequence[Ids] | None = None,
-        per_token: TokenOutput | None = None,
+        outputs: tuple[RowOutput, ...] = ("text",),
+        queries: bool = False,
         priority: Priority = "online",
         timeout_s: float | None = None,
         trace: str = "",
@@ -145,13 +146,16 @@ class ReplicaSet:
                 options,
                 pool_from=pool_from,
                 spans=None if spans is None else spans[chunk],
-                per_token=per_token,
+                outputs=outputs,
+                queries=queries,
                 priority=priority,
                 trace=trace,
             )
 
         answers = await self._in_chunks(on, ids, timeout_s)
-        return EmbedAnswer(_rows([a.vectors for a in answers]), *_times(answers))
+        vectors = _rows([a.vectors for a in answers])
+        more = [_rows(list(parts)) for parts in zip(*(a.more for a in answers), strict=True)]
+        return EmbedAnswer(vectors, *_times(answers), tuple(more))
 
     async def score(
         self,

@@ -93,7 +93,8 @@ class StubClient:
         *,
         pool_from=0,
         spans=None,
-        per_token=None,
+        outputs=("text",),
+        queries=False,
         priority="online",
         timeout_s=None,
         trace="",
@@ -104,20 +105,24 @@ class StubClient:
                 "options": options,
                 "pool_from": pool_from,
                 "spans": spans,
+                "outputs": outputs,
+                "queries": queries,
                 "priority": priority,
                 "timeout_s": timeout_s,
                 "trace": trace,
             }
         )
         await self._work()
-        if per_token:
+        first, *more = (self._rows(ids, options, spans, output) for output in outputs)
+        return EmbedAnswer(first, 0.001, 0.002, tuple(more))
+
+    def _rows(self, ids, options, spans, output):
+        if output != "text":
             spans = [[(i, i + 1) for i in range(len(row))] for row in ids]
         if spans is not None:
             ids = [row[a:b] for row, bounds in zip(ids, spans, strict=True) for a, b in bounds]
         vectors = self._vectors(ids, options)
-        if per_token == "token_weights":
-            vectors = np.abs(vectors[:, :1])
-        return EmbedAnswer(vectors, 0.001, 0.002)
+        return np.abs(vectors[:, :1]) if output == "token_weights" else vectors
 
     async def score(self, ids, segments=None, *, priority="online", timeout_s=None, trace=""):
         self.calls.append(

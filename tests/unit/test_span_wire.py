@@ -20,13 +20,22 @@ class SpanRuntime(ToyRuntime):
 
     def compute(self, batch):
         self.gate.wait(10)
+        return self.output(batch, batch.outputs[0])
+
+    def step_all(self, batch):
+        return self.worker.submit(lambda: tuple(self.output(batch, o) for o in batch.outputs))
+
+    def output(self, batch, output):
+        if output != "text":
+            return torch.tensor(
+                [self.row(batch.ids[i : i + 1], 2.0) for i in range(len(batch.ids))]
+            )
         return torch.tensor([row for single in batch.singles() for row in self.rows(single)])
 
     def rows(self, single):
         if single.spans is None:
             return [self.row(single.ids, 0.0)]
-        kind = 2.0 if single.spans.output else 1.0
-        return [self.row(single.ids[a:b], kind) for a, b in single.spans.bounds]
+        return [self.row(single.ids[a:b], 1.0) for a, b in single.spans.bounds]
 
     def row(self, ids, kind):
         return [float("nan") if NAN_ID in ids else float(ids.sum()), float(len(ids)), kind]
@@ -57,7 +66,7 @@ def test_spans_come_back_in_order_whatever_the_batches(runtime, address):
             asked = [
                 client.embed(ids, EmbedOptions(), spans=spans),
                 client.embed(ids, EmbedOptions()),
-                client.embed(ids, EmbedOptions(normalize=True), per_token="hidden_states"),
+                client.embed(ids, EmbedOptions(normalize=True), outputs=("hidden_states",)),
                 ReplicaSet([client]).embed(ids, EmbedOptions(), spans=spans),
             ]
             parts, whole, tokens, again = await asyncio.gather(*asked)
@@ -80,7 +89,7 @@ def test_what_is_not_finite_is_named_by_its_text(runtime, address):
             await client.wait_ready()
             ids = texts([1, 2, 3], [4, NAN_ID, 5], [6])
             with pytest.raises(EngineError, match="NaN") as failed:
-                await client.embed(ids, EmbedOptions(), per_token="hidden_states")
+                await client.embed(ids, EmbedOptions(), outputs=("hidden_states",))
             assert failed.value.field == "input[1]"
             spans = bounds([(0, 1), (1, 2)], [(0, 1), (2, 3)], [(0, 1)])
             answer = await client.embed(ids, EmbedOptions(), spans=spans)
@@ -123,7 +132,7 @@ def test_lengths_are_checked_before_tokens_are_counted(runtime, address, lengths
         async with engine(runtime, address), raw(address) as client:
             await client.hello()
             request = protocol.EmbedRequest(
-                request_id=1, options=EmbedOptions(), per_token="hidden_states"
+                request_id=1, options=EmbedOptions(), outputs=("hidden_states",)
             )
             frames = (np.array(frame, np.int32).tobytes() for frame in (lengths, [1, 2, 3]))
             await client.send(request, *frames)
@@ -136,9 +145,9 @@ def test_a_batch_has_rows_of_one_kind():
     lengths = np.array([2, 3], np.int32)
     ids = np.arange(5, dtype=np.int32)
     spans = Spans(np.array([1, 1], np.int32), np.array([(0, 1), (1, 3)], np.int32))
-    tokens = Spans.tokens(lengths, "hidden_states")
-    kinds = [None, spans, tokens, tokens, None]
-    jobs = [EmbedJob(ids, lengths, spans=kind) for kind in kinds]
+    tokens = {"outputs": ("hidden_states",)}
+    kinds = [{}, {"spans": spans}, tokens, tokens, {}]
+    jobs = [EmbedJob(ids, lengths, **kind) for kind in kinds]
     queue = EmbedQueue()
     for job in jobs:
         queue.add(job)

@@ -73,14 +73,3 @@ def test_counts_have_to_fit_the_bounds():
         bad.check(LENGTHS)
     with pytest.raises(ValueError, match="as many as are counted"):
         Spans(np.array([1, 1, 2], np.int32), np.zeros((3, 2), np.int32)).check(LENGTHS)
-
-
-def test_every_token_can_be_a_span():
-    whole = Spans.tokens(LENGTHS, "hidden_states")
-    whole.check(LENGTHS)
-    np.testing.assert_array_equal(whole.counts, LENGTHS)
-    assert grouped(whole)[1] == [(0, 1), (1, 2)]
-    order = np.array([1, 2, 0])
-    parts = (whole.take(order), whole.part(0, 2), Spans.join([whole.part(0, 1), whole.part(1, 3)]))
-    assert all(part.output == "hidden_states" for part in parts)
-    assert spans().output is None

@@ -1,16 +1,17 @@
 """From an embedding request to token ids and options."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from rose.models.card import EmbeddingCard, ModelCard
+from rose.models.card import EmbeddingCard, LateInteraction, ModelCard, Side
 from rose.runtime.options import EmbedOptions, OutputDtype
 from rose.serving.gateway.chat_texts import render_text, template_edges
 from rose.serving.gateway.errors import ApiError, bad_request
+from rose.serving.gateway.late_input import fill_query, late_limit, late_prompt, mark, side_of
 from rose.serving.gateway.prompts import choose_prompt, refuse_prompt, render_conversation
 from rose.serving.gateway.schemas import EmbeddingRequest
 from rose.serving.gateway.settings import GatewaySettings
@@ -29,11 +30,13 @@ class Prepared:
         ids: int32 [tokens] of each text.
         pool_from: Leading tokens of each text that pooling leaves out.
         truncated: Tokens that were cut off, over all texts.
+        side: What the texts are, for a late-interaction model; None for others.
     """
 
     ids: list[Ids]
     pool_from: int
     truncated: int
+    side: Side | None = None
 
 
 def check_supported(body: EmbeddingRequest) -> None:
@@ -87,6 +90,8 @@ def _prepare(
 ) -> Prepared:
     assert card.embedding is not None
     limit = limit_of(body, card, settings)
+    if card.embedding.late is not None:
+        return _prepare_late(body, card, card.embedding.late, tokenizer, settings, limit)
     if body.messages is not None:
         refuse_prompt(body, "messages")
         text = render_conversation(body, body.messages, card)
@@ -94,13 +99,44 @@ def _prepare(
     texts, ids = _input_form(body, settings)
     if ids:
         refuse_prompt(body, "token ids")
-        whole = {place: _id_row(place, row, card.vocab_size) for place, row in ids.items()}
-        return _prepared(whole, [limit.fit(*item, tokenizer) for item in whole.items()])
+        return _prepare_ids(ids, card, tokenizer, limit)
     prompt = choose_prompt(body, card.embedding)
     if card.embedding.chat is not None:
         return _prepare_chat(body, card, tokenizer, limit, texts, prompt)
     job = Texts(tokenizer, limit, body.add_special_tokens is not False, prompt)
     return job.prepare(texts, pools_prompt=card.embedding.pools_prompt)
+
+
+def _prepare_ids(
+    ids: Mapping[str, Sequence[int]], card: ModelCard, tokenizer: Tokenizer, limit: Limit
+) -> Prepared:
+    whole = {place: _id_row(place, row, card.vocab_size) for place, row in ids.items()}
+    return _prepared(whole, [limit.fit(*item, tokenizer) for item in whole.items()])
+
+
+def _prepare_late(
+    body: EmbeddingRequest,
+    card: ModelCard,
+    late: LateInteraction,
+    tokenizer: Tokenizer,
+    settings: GatewaySettings,
+    limit: Limit,
+) -> Prepared:
+    """Turns queries or documents into ids; token ids are those of a whole one."""
+    assert card.embedding is not None
+    if body.messages is not None:
+        raise bad_request("This model reads no 'messages': send 'input'.", "messages")
+    side = side_of(body)
+    limit = late_limit(limit, late, side)
+    texts, ids = _input_form(body, settings)
+    if ids:
+        return replace(_prepare_ids(ids, card, tokenizer, limit), side=side)
+    special = body.add_special_tokens is not False
+    prompt = late_prompt(body, card.embedding)
+    job = Texts(tokenizer, limit, special, prompt, marker=late.marker(side))
+    work = job.prepare(texts)
+    filled = [fill_query(row, late) for row in work.ids] if side == "query" else work.ids
+    return replace(work, ids=filled, side=side)
 
 
 def _prepare_chat(
@@ -155,6 +191,7 @@ class Texts:
 
     Attributes:
         edges: Tokens at the start and at the end of each text that no cut may take.
+        marker: A token to put after the first one of each text.
     """
 
     tokenizer: Tokenizer
@@ -162,6 +199,7 @@ class Texts:
     special: bool
     prompt: str = ""
     edges: tuple[int, int] = (0, 0)
+    marker: int | None = None
 
     def prepare(self, texts: Mapping[str, str], pools_prompt: bool = True) -> Prepared:
         """Tokenises texts, named by the place in the request where they stand."""
@@ -169,8 +207,11 @@ class Texts:
             self.limit.check_length(place, text, self.tokenizer)
         head = self.tokenizer.prompt_length(self.prompt, self.special) if self.prompt else 0
         self.limit.check_room(self._fixed_tokens(head))
-        whole = dict(zip(texts, self._encode(list(texts.values())), strict=True))
+        rows = [mark(ids, self.marker) for ids in self._encode(list(texts.values()))]
+        whole = dict(zip(texts, rows, strict=True))
         kept = (max(head, self.edges[0]), self.edges[1])
+        if self.marker is not None:
+            kept = (max(kept[0], 1) + 1, kept[1])
         ids = [self.limit.fit(*item, self.tokenizer, *kept) for item in whole.items()]
         return _prepared(whole, ids, 0 if pools_prompt else head)
 
@@ -185,7 +226,7 @@ class Texts:
         """How many tokens of each text are not of the text."""
         head, tail = len(self.tokenizer.prefix), len(self.tokenizer.suffix)
         fixed = max(head, prompt_length) + tail if self.special else prompt_length
-        return max(fixed, sum(self.edges))
+        return max(fixed, sum(self.edges)) + (self.marker is not None)
 
 
 def _prepared(whole: Mapping[str, Ids], ids: list[Ids], pool_from: int = 0) -> Prepared:

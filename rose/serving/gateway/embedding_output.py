@@ -80,13 +80,14 @@ def _rows(vectors: Vectors, as_base64: bool) -> Iterator[bytes]:
             {
                 "object": "embedding",
                 "index": start + i,
-                "embedding": _base64(row) if as_base64 else row,
+                "embedding": as_text(row) if as_base64 else row,
             }
             for i, row in enumerate(vectors[start : start + step])
         ]
         yield orjson.dumps(items, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
 
 
-def _base64(row: Vectors) -> str:
+def as_text(row: Vectors) -> str:
+    """The base64 of a vector's little-endian bytes."""
     little = row.astype(row.dtype.newbyteorder("<"), copy=False)
     return binascii.b2a_base64(little.data, newline=False).decode("ascii")

@@ -85,6 +85,7 @@ class ServedModel:
             architecture=card.architecture,
             prompts=sorted({*_prompts(embedding), *_prompts(card.scoring)}),
             labels=list(card.scoring.labels) if card.scoring else [],
+            output_types=list(embedding.outputs) if embedding else [],
         )
 
 

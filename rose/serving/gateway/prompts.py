@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rose.models.card import EmbeddingCard, ModelCard
+from rose.models.card import EmbeddingCard, ModelCard, Side
 from rose.serving.gateway.errors import ApiError, bad_request
 from rose.serving.gateway.schemas import ChatMessage, EmbeddingRequest
 from rose.serving.gateway.templates import TemplateError, render
@@ -19,6 +19,12 @@ _ROLES = {
     "search_document": _DOCUMENT,
     "passage": _DOCUMENT,
 }
+
+
+def role_of(name: str | None) -> Side | None:
+    """What an `input_type`, or a prompt of such a name, says that texts are."""
+    names = _ROLES.get(name or "")
+    return None if names is None else "query" if names is _QUERY else "document"
 
 
 def choose_prompt(body: EmbeddingRequest, card: EmbeddingCard) -> str:

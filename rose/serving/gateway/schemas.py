@@ -64,6 +64,15 @@ class EmbeddingRequest(Request, kw_only=True):
     output_dtype: Annotated[
         OutputDtype | None, Meta(description="Type of the numbers; default `float32`.")
     ] = None
+    output_types: Annotated[
+        list[str] | None,
+        Meta(
+            description="Kinds of vectors, computed in one pass, of those that the model has: "
+            "`dense` (default), `sparse`, `multi_vector`. Each entry of the answer has "
+            "`embedding`, `sparse_embedding` and `multi_vector_embedding`, as asked for; "
+            "`dimensions`, `normalize` and `output_dtype` are for `embedding`."
+        ),
+    ] = None
     dimensions: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="Keep the first so many numbers, then normalise again."),
@@ -76,7 +85,8 @@ class EmbeddingRequest(Request, kw_only=True):
         str | None,
         Meta(
             description="What the texts are: `query` or `document` (also `search_query`, "
-            "`search_document`, `passage`), or a prompt's name. Picks the model's prompt."
+            "`search_document`, `passage`), or a prompt's name. Picks the model's prompt. "
+            "Late-interaction models need to know."
         ),
     ] = None
     truncate: Annotated[
@@ -109,7 +119,9 @@ class EmbeddingRequest(Request, kw_only=True):
     ] = None
     chat_template: Annotated[str | None, Meta(description="Not supported.")] = None
     late_chunking: Annotated[bool | None, Meta(description="Not supported.")] = None
-    return_multivector: Annotated[bool | None, Meta(description="Not supported.")] = None
+    return_multivector: Annotated[
+        bool | None, Meta(description="Not supported: use `output_types`.")
+    ] = None
     embedding_types: Annotated[
         list[str] | None, Meta(description="Not supported: use `output_dtype`.")
     ] = None
@@ -123,12 +135,21 @@ class Usage(msgspec.Struct, kw_only=True, omit_defaults=True):
     truncated_tokens: int = 0
 
 
-class Embedding(msgspec.Struct, kw_only=True):
-    """One vector: numbers, or base64 of its bytes."""
+class SparseValue(msgspec.Struct, kw_only=True):
+    """A token of the vocabulary, and its weight."""
+
+    index: int
+    value: float
+
+
+class Embedding(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What was asked for of one text: a vector is numbers, or base64 of its bytes."""
 
     object: Literal["embedding"]
     index: int
-    embedding: list[float] | str
+    embedding: list[float] | str | None = None
+    sparse_embedding: list[SparseValue] | None = None
+    multi_vector_embedding: list[list[float] | str] | None = None
 
 
 class EmbeddingAnswer(msgspec.Struct, kw_only=True):
@@ -157,6 +178,7 @@ class ModelInfo(msgspec.Struct, kw_only=True):
     architecture: str | None = None
     prompts: list[str] = []
     labels: list[str] = []
+    output_types: list[str] = []
 
 
 class ModelList(msgspec.Struct, kw_only=True):

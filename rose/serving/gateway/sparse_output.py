@@ -50,13 +50,11 @@ def unused_ids(tokenizer: Tokenizer, special_tokens: dict[str, str]) -> npt.NDAr
 
 def encode_sparse(rows: Iterator[SparseRow]) -> bytes:
     """The JSON body in TEI's form: a list of `{index, value}` for each text."""
-    texts = (
-        orjson.dumps(
-            [
-                {"index": index, "value": value}
-                for index, value in zip(indices.tolist(), values.tolist(), strict=True)
-            ]
-        )
-        for indices, values in rows
-    )
-    return b"[" + b",".join(texts) + b"]"
+    return b"[" + b",".join(map(encode_weights, rows)) + b"]"
+
+
+def encode_weights(row: SparseRow) -> bytes:
+    """A list of `{index, value}`."""
+    indices, values = row
+    pairs = zip(indices.tolist(), values.tolist(), strict=True)
+    return orjson.dumps([{"index": index, "value": value} for index, value in pairs])

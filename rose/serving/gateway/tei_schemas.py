@@ -56,15 +56,15 @@ class EmbedAllRequest(EmbedSparseRequest, kw_only=True):
 
     output: Annotated[
         Literal["hidden_states", "multi_vector"] | None,
-        Meta(description="`multi_vector`: vectors to compare token by token (BGE-M3)."),
+        Meta(
+            description="`multi_vector`: vectors to compare token by token (BGE-M3, ColBERT; the "
+            "default of late-interaction models)."
+        ),
     ] = None
-
-
-class SparseValue(msgspec.Struct, kw_only=True):
-    """A token of the vocabulary, and its weight."""
-
-    index: int
-    value: float
+    input_type: Annotated[
+        str | None,
+        Meta(description="`query` or `document`: late-interaction models need to know."),
+    ] = None
 
 
 class SimpleToken(msgspec.Struct, kw_only=True):

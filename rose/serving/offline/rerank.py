@@ -236,7 +236,7 @@ class _Run:
             raw = engine.ranker().raw(encoded)[:, 0]
         self._meter.texts += len(raw)
         self._meter.tokens += encoded.tokens
-        done = DoneChunk(len(chunk.rows), encoded.tokens, encoded.work.truncated, chunk.digest())
+        done = DoneChunk(len(chunk.rows), encoded.tokens, encoded.truncated, chunk.digest())
         if self._one_query:
             self._keep(chunk)
             self._raw.append(raw)
@@ -246,8 +246,6 @@ class _Run:
         self._partial.add(done, lambda file: file.write(lines))
 
     def _encode(self, engine: "Engine", chunk: Chunk) -> "tuple[Encoded, list[list[str]]]":
-        from rose.serving.local_ranking import joined
-
         ranker, options = engine.ranker(), self._options()
         if self._job.query is not None:
             with self._placed(chunk.rows):
@@ -257,7 +255,7 @@ class _Run:
             documents.append(self._documents(row, values))
             with self._placed([row]):
                 parts.append(ranker.encode(row.text, documents[-1], options))
-        return joined(parts), documents
+        return ranker.joined(parts), documents
 
     def _documents(self, row: Row, values: Mapping[str, Any]) -> list[str]:
         """Return the documents of a row; one query's rows are documents themselves."""
@@ -309,7 +307,8 @@ class _Run:
         from rose.models.output import activate_scores
 
         scoring = plan_checkpoint(self._job.model, tasks=("score",)).scoring
-        assert scoring is not None
+        if scoring is None:  # vectors of tokens are compared: there is no activation
+            return raw
         return activate_scores(raw, scoring.card.activation)
 
     @contextlib.contextmanager

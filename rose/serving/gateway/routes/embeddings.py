@@ -1,20 +1,29 @@
 """POST /v1/embeddings."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from starlette.responses import Response
 
-from rose.models.card import EmbeddingCard, TokenOutput
+from rose.models.card import EmbeddingCard, RowOutput, Task
 from rose.serving.client_api import EmbedAnswer
 from rose.serving.gateway.embedding_input import Prepared, check_supported, options_of, prepare
-from rose.serving.gateway.embedding_output import check_finite, encode_answer
+from rose.serving.gateway.embedding_output import Vectors, check_finite, encode_answer
 from rose.serving.gateway.errors import bad_request
 from rose.serving.gateway.models import ServedModel
 from rose.serving.gateway.operation import BODY_ERRORS, Call, Operation
 from rose.serving.gateway.schemas import EmbeddingAnswer, EmbeddingRequest
+from rose.serving.gateway.several_outputs import (
+    Kinds,
+    checked_types,
+    encode_kinds,
+    engine_outputs,
+)
+from rose.serving.gateway.sparse_output import SparseRow, of_tokens, of_vocabulary, unused_ids
+from rose.serving.gateway.token_vectors import of_texts
 from rose.serving.gateway.tokenization import Ids
 
 # Fewer numbers than this are written out at once: a thread would cost more than it saves.
@@ -30,6 +39,17 @@ class Embedded:
     model: ServedModel
     work: Prepared
     answer: EmbedAnswer
+    outputs: tuple[RowOutput, ...] = ("text",)
+
+    def rows(self, output: RowOutput) -> Vectors:
+        """The rows of an output that was asked for."""
+        return (self.answer.vectors, *self.answer.more)[self.outputs.index(output)]
+
+    def token_vectors(self) -> list[Vectors]:
+        """The vectors of each text's tokens, [vectors, width], of those that count."""
+        card = self.model.card.embedding
+        late, side = card.late if card else None, self.work.side or "document"
+        return of_texts(self.rows("multi_vector"), self.work.ids, late, side)
 
     @property
     def tokens(self) -> int:
@@ -47,6 +67,8 @@ class Embedded:
 async def embeddings(call: Call[EmbeddingRequest]) -> Response:
     """Embeds texts, token ids or a conversation."""
     body = call.body
+    if body.output_types is not None:
+        return await _several(call)
     done = await embed(call, body)
     as_base64 = body.encoding_format not in (None, "float")
     arguments = (done.answer.vectors, as_base64, done.model.name, done.usage)
@@ -57,14 +79,56 @@ async def embeddings(call: Call[EmbeddingRequest]) -> Response:
     return Response(content, media_type="application/json")
 
 
+async def _several(call: Call[EmbeddingRequest]) -> Response:
+    """Answers with the kinds of vectors that the request lists."""
+    body = call.body
+    model = call.gateway.table.choose(body.model, "embed", doing="embed texts")
+    card = model.card.embedding
+    assert card is not None
+    types = checked_types(body, card, model.name)
+    outputs = engine_outputs(types, card)
+    done = await embed(call, body, outputs=outputs, sparse=card.outputs == ("sparse",))
+    sparse = await sparse_rows(call, done) if "sparse" in types else None
+
+    def encode() -> bytes:
+        kinds = Kinds(
+            done.rows("text") if "dense" in types else None,
+            None if sparse is None else list(sparse),
+            done.token_vectors() if "multi_vector" in types else None,
+        )
+        as_base64 = body.encoding_format not in (None, "float")
+        return encode_kinds(kinds, len(done.work.ids), as_base64, model.name, done.usage)
+
+    return Response(await call.in_thread(encode), media_type="application/json")
+
+
+async def sparse_rows(call: Call[Any], done: Embedded) -> Iterator[SparseRow]:
+    """The sparse vectors of a request's texts, of either form."""
+    card = done.model.card
+    if "token_weights" not in done.outputs:
+        return of_vocabulary(done.rows("text").astype(np.float32, copy=False))
+    tokenizer = await done.model.tokenizer(call.gateway.pool)
+    unused = unused_ids(tokenizer, card.tokenizer.special_tokens)
+    weights = done.rows("token_weights").astype(np.float32, copy=False)
+    return of_tokens(done.work.ids, weights, unused)
+
+
 async def embed(
     call: Call[Any],
     body: EmbeddingRequest,
     *,
-    per_token: TokenOutput | None = None,
+    outputs: tuple[RowOutput, ...] = ("text",),
     sparse: bool = False,
+    tasks: tuple[Task, ...] = ("embed",),
 ) -> Embedded:
     """Runs an embedding request, in whatever route it came; see `EngineClient.embed`.
+
+    Args:
+        call: The request.
+        body: What is embedded, and how.
+        outputs: What the engine computes, in one pass.
+        sparse: Whether rows of texts may be as wide as the vocabulary.
+        tasks: Of which the model has to have one.
 
     Raises:
         ApiError: The request is wrong, or its vectors are not finite.
@@ -72,33 +136,44 @@ async def embed(
     """
     gateway = call.gateway
     check_supported(body)
-    model = gateway.table.choose(body.model, "embed", doing="embed texts")
+    model = gateway.table.choose(body.model, *tasks, doing="embed texts")
     card = model.card
     assert card.embedding is not None
-    if not per_token:
+    if "text" in outputs:
         _check_output(card.embedding, sparse=sparse)
     options = options_of(body, card.embedding, gateway.settings)
     tokenizer = await model.tokenizer(gateway.pool)
     started = time.perf_counter()
     work = await call.in_thread(prepare, body, card, tokenizer, gateway.settings)
-    if per_token:
-        _check_size(work.ids, 1 if per_token == "token_weights" else card.embedding.dimensions)
-    elif sparse:
-        _check_count(work.ids, card.embedding.dimensions)
+    _check_sizes(work.ids, outputs, card.embedding, sparse=sparse)
     gateway.metrics.tokenized(model.name, started)
     answer = await model.client.embed(
         work.ids,
         options,
         pool_from=work.pool_from,
-        per_token=per_token,
+        outputs=outputs,
+        queries=work.side == "query",
         priority=body.priority or "online",
         timeout_s=call.time_left_s(),
         trace=call.exchange.request_id,
     )
-    check_finite(answer.vectors, [len(row) for row in work.ids] if per_token else None)
-    done = Embedded(model, work, answer)
+    done = Embedded(model, work, answer, outputs)
+    for output in outputs:
+        counts = None if output == "text" else [len(row) for row in work.ids]
+        check_finite(done.rows(output), counts)
     count(call, done)
     return done
+
+
+def _check_sizes(
+    ids: Sequence[Ids], outputs: Sequence[RowOutput], card: EmbeddingCard, *, sparse: bool
+) -> None:
+    """Refuses more numbers than an answer can reasonably hold."""
+    for output in outputs:
+        if output != "text":
+            _check_size(ids, 1 if output == "token_weights" else card.dimensions)
+        elif sparse:
+            _check_count(ids, card.dimensions)
 
 
 def _check_size(ids: Sequence[Ids], width: int) -> None:
@@ -113,7 +188,9 @@ def _check_output(card: EmbeddingCard, *, sparse: bool) -> None:
     """Refuses dense vectors of a model that has none."""
     if not sparse and "dense" not in card.outputs:
         kinds = " and ".join(card.outputs)
-        raise bad_request(f"This model has no dense vectors but {kinds}: /embed_sparse.", "model")
+        route = "/embed_all" if card.late else "/embed_sparse"
+        message = f"This model has no dense vectors but {kinds}: 'output_types', or {route}."
+        raise bad_request(message, "model")
 
 
 def _check_count(ids: Sequence[Ids], width: int) -> None:

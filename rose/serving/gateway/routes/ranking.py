@@ -1,12 +1,11 @@
-"""From a request to scores: of pairs, by a ranker or by the cosine of vectors, and of classes."""
+"""From a request to scores: of pairs, by a ranker or by vectors, and of classes."""
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from rose.models.card import ModelCard, ScoringCard
 from rose.models.output import activate_scores
@@ -16,36 +15,17 @@ from rose.serving.gateway.models import ServedModel
 from rose.serving.gateway.operation import Call
 from rose.serving.gateway.pairs import PairRules, PreparedPairs, prepare_pairs
 from rose.serving.gateway.ranking_schemas import PairRequest, ScoringRequest, TextItem
-from rose.serving.gateway.routes.embeddings import Embedded, embed
-from rose.serving.gateway.schemas import EmbeddingRequest, Usage
+from rose.serving.gateway.routes.vector_ranking import (
+    Places,
+    Scored,
+    renamed,
+    score_vectors,
+    usage_of,
+)
 from rose.serving.gateway.settings import GatewaySettings
 from rose.serving.gateway.truncation import limit_of
 
-Places = Mapping[str, str]  # texts by their places in the request
-
 RANK = "rank documents"
-
-
-@dataclass(frozen=True)
-class Scored:
-    """The scores of a request.
-
-    Attributes:
-        model: Name to report.
-        raw: float64 [pairs], which the order goes by.
-        scores: float64 [pairs], as the request wants them.
-        usage: Token counts to report.
-    """
-
-    model: str
-    raw: npt.NDArray[np.float64]
-    scores: npt.NDArray[np.float64]
-    usage: Usage
-
-    def order(self) -> list[int]:
-        """Places of the pairs from the best score on; equal ones as they came."""
-        found: list[int] = np.argsort(-self.raw, kind="stable").tolist()
-        return found
 
 
 async def score_pairs(
@@ -66,7 +46,7 @@ async def score_pairs(
     take_direction(body)
     model = _choose(call, body.model)
     if model.card.scoring is None:
-        return await _by_cosine(call, body, model, queries, documents)
+        return await score_vectors(call, body, model, queries, documents)
     card = model.card
     rules = _rules(body, card, call.gateway.settings)
     tokenizer = await model.tokenizer(call.gateway.pool)
@@ -103,7 +83,7 @@ async def run(
             trace=call.exchange.request_id,
         )
     except EngineError as error:
-        raise _renamed(from_engine(error), places) from error
+        raise renamed(from_engine(error), places) from error
     bad = np.flatnonzero(~np.isfinite(answer.scores).all(axis=1))
     if len(bad):
         place = places[bad[0]]
@@ -167,11 +147,6 @@ def text_of(item: str | TextItem) -> str:
     return item if isinstance(item, str) else item.text
 
 
-def usage_of(tokens: int, truncated: int) -> Usage:
-    """Token counts to report."""
-    return Usage(prompt_tokens=tokens, total_tokens=tokens, truncated_tokens=truncated)
-
-
 def _choose(call: Call[Any], name: str | None) -> ServedModel:
     """The model for pairs: one that scores, or an embedder where the server allows that."""
     table = call.gateway.table
@@ -213,74 +188,6 @@ def _check_instruction(body: PairRequest, card: ModelCard) -> None:
     if facts.template is None and (body.prompt is not None or body.prompt_name is not None):
         message = "'instruction' and a prompt are given; this model takes one of them."
         raise bad_request(message, "instruction")
-
-
-async def _by_cosine(
-    call: Call[Any], body: PairRequest, model: ServedModel, queries: Places, documents: Places
-) -> Scored:
-    """Scores pairs by the cosine of their vectors, with the embedder's prompts for both."""
-    unfit = {
-        "instruction": bool(body.instruction),
-        "truncation_strategy": body.truncation_strategy == "only_second",
-        "max_chunks_per_doc": body.max_chunks_per_doc not in (None, 1),
-    }
-    for name, is_unfit in unfit.items():
-        if is_unfit:
-            message = f"'{name}' does not go with '{model.name}', which ranks by cosine."
-            raise bad_request(message, name)
-    asked = await _vectors(call, body, model, queries, is_query=True)
-    found = await _vectors(call, body, model, documents, is_query=False)
-    cosines = await call.in_thread(_cosines, asked.answer.vectors, found.answer.vectors)
-    truncated = asked.work.truncated + found.work.truncated
-    return Scored(model.name, cosines, cosines, usage_of(asked.tokens + found.tokens, truncated))
-
-
-def _cosines(asked: npt.NDArray[Any], found: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """The cosines of unit vectors: queries [N, D], or one for all [1, D], and documents [N, D]."""
-    products = asked.astype(np.float64) * found.astype(np.float64)
-    cosines: npt.NDArray[np.float64] = np.clip(products.sum(axis=1), -1, 1)
-    return cosines
-
-
-async def _vectors(
-    call: Call[Any], body: PairRequest, model: ServedModel, texts: Places, *, is_query: bool
-) -> Embedded:
-    """Embeds the queries or the documents; errors name the texts as the request does."""
-    asks = is_query and (body.prompt is not None or body.prompt_name is not None)
-    request = EmbeddingRequest(
-        model=model.name,
-        input=list(texts.values()),
-        normalize=True,
-        prompt=body.prompt if is_query else None,
-        prompt_name=body.prompt_name if is_query else None,
-        input_type=None if asks else ("query" if is_query else "document"),
-        truncate=body.truncate,
-        truncate_prompt_tokens=body.truncate_prompt_tokens,
-        truncation_side=body.truncation_side,
-        priority=body.priority,
-    )
-    if not is_query and body.max_tokens_per_doc is not None:
-        limit = limit_of(body, model.card, call.gateway.settings)
-        request.truncate = None
-        request.truncate_prompt_tokens = min(body.max_tokens_per_doc, limit.tokens)
-    places = list(texts)
-    cut_by_document = not is_query and body.max_tokens_per_doc is not None
-    try:
-        return await embed(call, request)
-    except EngineError as error:
-        raise _renamed(from_engine(error), places) from error
-    except ApiError as error:
-        if cut_by_document and error.param == "truncate_prompt_tokens":
-            raise error.renamed("max_tokens_per_doc") from None
-        raise _renamed(error, places) from None
-
-
-def _renamed(error: ApiError, places: list[str]) -> ApiError:
-    """The error with the request's name for what it calls `input[3]`, if it is about a text."""
-    param = error.param
-    if param is None or not param.startswith("input["):
-        return error
-    return error.renamed(places[int(param.removeprefix("input[").partition("]")[0])])
 
 
 def _count(call: Call[Any], model: ServedModel, work: PreparedPairs, answer: ScoreAnswer) -> None:

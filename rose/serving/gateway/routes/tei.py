@@ -8,22 +8,17 @@ import orjson
 from starlette.responses import Response
 
 from rose._version import __version__
-from rose.models.card import ModelCard, Task, TokenOutput
+from rose.models.card import ModelCard, RowOutput, Task
 from rose.serving.client_api import EngineError
 from rose.serving.gateway.embedding_input import check_ids
-from rose.serving.gateway.embedding_output import NUMBERS_PER_CALL
 from rose.serving.gateway.errors import ApiError, bad_request, from_engine
 from rose.serving.gateway.operation import BODY_ERRORS, Call, Operation
-from rose.serving.gateway.routes.embeddings import Embedded, embed
+from rose.serving.gateway.routes.embeddings import Embedded, embed, sparse_rows
 from rose.serving.gateway.routes.models import json_response
 from rose.serving.gateway.routes.tokens import check_size
-from rose.serving.gateway.schemas import EmbeddingRequest
-from rose.serving.gateway.sparse_output import (
-    encode_sparse,
-    of_tokens,
-    of_vocabulary,
-    unused_ids,
-)
+from rose.serving.gateway.schemas import EmbeddingRequest, SparseValue
+from rose.serving.gateway.several_outputs import encode_rows, engine_outputs
+from rose.serving.gateway.sparse_output import encode_sparse
 from rose.serving.gateway.tei_schemas import (
     DecodeRequest,
     Direction,
@@ -32,8 +27,8 @@ from rose.serving.gateway.tei_schemas import (
     EmbedSparseRequest,
     Info,
     SimilarityRequest,
-    SparseValue,
 )
+from rose.serving.gateway.token_vectors import of_texts
 
 
 async def embed_texts(call: Call[EmbedRequest]) -> Response:
@@ -55,13 +50,16 @@ async def embed_texts(call: Call[EmbedRequest]) -> Response:
 
 async def embed_all(call: Call[EmbedAllRequest]) -> Response:
     """A vector for each token of texts, special ones too: a list of lists for each text."""
-    output: TokenOutput = call.body.output or "hidden_states"
-    if output == "multi_vector":
-        model = call.gateway.table.choose(call.body.model, "embed", doing="embed texts")
-        if model.card.embedding is None or output not in model.card.embedding.outputs:
-            raise bad_request(f"The model '{model.name}' has no vectors of tokens.", "output")
-    request = _plain_request(call.body)
-    done = await _embed(call, request, _input_name, per_token=output)
+    body = call.body
+    model = call.gateway.table.choose(body.model, "embed", doing="embed texts")
+    card = model.card.embedding
+    default: RowOutput = "multi_vector" if card and card.late else "hidden_states"
+    output: RowOutput = body.output or default
+    if output == "multi_vector" and (card is None or output not in card.outputs):
+        raise bad_request(f"The model '{model.name}' has no vectors of tokens.", "output")
+    request = _plain_request(body)
+    request.input_type = body.input_type
+    done = await _embed(call, request, _input_name, outputs=(output,))
     content = await call.in_thread(_dump_texts, done)
     return Response(content, media_type="application/json")
 
@@ -69,19 +67,12 @@ async def embed_all(call: Call[EmbedAllRequest]) -> Response:
 async def embed_sparse(call: Call[EmbedSparseRequest]) -> Response:
     """Weights of tokens: of the whole vocabulary, or of those in the text."""
     model = call.gateway.table.choose(call.body.model, "embed", doing="embed texts")
-    outputs = model.card.embedding.outputs if model.card.embedding else ()
-    if "sparse" not in outputs:
+    card = model.card.embedding
+    if card is None or "sparse" not in card.outputs:
         raise bad_request(f"The model '{model.name}' has no sparse vectors.", "model")
-    request = _plain_request(call.body)
-    if "dense" not in outputs:
-        done = await _embed(call, request, _input_name, sparse=True)
-        rows = of_vocabulary(done.answer.vectors.astype(np.float32, copy=False))
-    else:
-        done = await _embed(call, request, _input_name, per_token="token_weights")
-        tokenizer = await done.model.tokenizer(call.gateway.pool)
-        unused = unused_ids(tokenizer, done.model.card.tokenizer.special_tokens)
-        rows = of_tokens(done.work.ids, done.answer.vectors.astype(np.float32, copy=False), unused)
-    content = await call.in_thread(encode_sparse, rows)
+    outputs = engine_outputs(("sparse",), card)
+    done = await _embed(call, _plain_request(call.body), _input_name, outputs=outputs, sparse=True)
+    content = await call.in_thread(encode_sparse, await sparse_rows(call, done))
     return Response(content, media_type="application/json")
 
 
@@ -184,12 +175,12 @@ async def _embed(
     request: EmbeddingRequest,
     name_of: Callable[[str], str],
     *,
-    per_token: TokenOutput | None = None,
+    outputs: tuple[RowOutput, ...] = ("text",),
     sparse: bool = False,
 ) -> Embedded:
     """Runs a request, and names the fields in its errors as the route does."""
     try:
-        return await embed(call, request, per_token=per_token, sparse=sparse)
+        return await embed(call, request, outputs=outputs, sparse=sparse)
     except EngineError as error:
         failed = from_engine(error)
         raise failed.renamed(name_of(failed.param)) if failed.param else failed from error
@@ -199,11 +190,8 @@ async def _embed(
 
 def _input_name(param: str) -> str:
     names = {"truncation_side": "truncation_direction"}
-    return (
-        f"inputs{param.removeprefix('input')}"
-        if param.startswith("input")
-        else names.get(param, param)
-    )
+    is_text = param == "input" or param.startswith("input[")
+    return f"inputs{param.removeprefix('input')}" if is_text else names.get(param, param)
 
 
 def _sentence_name(param: str) -> str:
@@ -216,15 +204,12 @@ def _sentence_name(param: str) -> str:
 
 
 def _dump_texts(done: Embedded) -> bytes:
-    """A list of rows for each text; a call to the encoder, which holds the GIL, gets few."""
-    rows = np.ascontiguousarray(done.answer.vectors)
-    step = max(1, NUMBERS_PER_CALL // rows.shape[1])
-    ends = np.cumsum([len(ids) for ids in done.work.ids])[:-1]
-    texts = (
-        b",".join(_dump(part[at : at + step])[1:-1] for at in range(0, len(part), step))
-        for part in np.split(rows, ends)
-    )
-    return b"[[" + b"],[".join(texts) + b"]]"
+    """A list of rows for each text."""
+    if done.outputs == ("multi_vector",):
+        texts = done.token_vectors()
+    else:
+        texts = of_texts(done.answer.vectors, done.work.ids)
+    return b"[" + b",".join(map(encode_rows, texts)) + b"]"
 
 
 def _dump(array: Any) -> bytes:  # noqa: ANN401 - numpy arrays of any dtype
@@ -249,7 +234,8 @@ OPERATIONS = (
         handler=embed_all,
         summary="Embed each token of texts",
         description="The model's hidden states, neither pooled nor normalised; or, with `output`, "
-        "the vectors that a model makes of its tokens to be compared one by one.",
+        "the vectors that a model makes of its tokens to be compared one by one. Those are what a "
+        "late-interaction model (ColBERT) gives without being asked.",
         tag="TEI",
         body=EmbedAllRequest,
         answer=list[list[list[float]]],
