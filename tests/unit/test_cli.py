@@ -14,6 +14,8 @@ from rose import __version__
 from rose.models.registry import ARCHITECTURES
 from rose.serving import cli
 from rose.serving.offline.embed import EmbedFile
+from rose.serving.offline.generate import GenerateFile
+from rose.serving.offline.rerank import RerankFile
 from tests.tiny import copy, edit_json, save_bert, save_decoder
 
 COMMANDS = typer.main.get_command(cli.app).commands
@@ -72,7 +74,7 @@ def test_embed_teaches_by_example(capsys):
             "embed",
             "--output -o --column --keep --prompt-name --prompt --truncate --dimensions "
             "--normalize --no-normalize --output-dtype --device --dtype --quantization --attention "
-            "--max-model-len --max-batch-tokens --deterministic --chunk-size --force --restart "
+            "--max-model-len --max-batch-tokens --deterministic --force --restart --chunk-size "
             "--log-level",
         ),
         ("inspect", "--task --max-model-len --quantization --json --graphs --keys --picture"),
@@ -85,13 +87,16 @@ def test_flags_do_not_change_unnoticed(name, flags):
     assert found == flags.split()
 
 
-def test_embed_has_the_defaults_of_the_job():
-    params = {p.name: p for p in COMMANDS["embed"].params}
+@pytest.mark.parametrize(
+    ("name", "job"), [("embed", EmbedFile), ("generate", GenerateFile), ("rerank", RerankFile)]
+)
+def test_commands_on_files_have_the_defaults_of_their_jobs(name, job):
+    params = {p.name: p for p in COMMANDS[name].params}
     params["input"] = params.pop("input_file")
-    for field in dataclasses.fields(EmbedFile):
+    for field in dataclasses.fields(job):
         if field.default is not dataclasses.MISSING:
             assert (params[field.name].default or None) == (field.default or None), field.name
-    assert params.keys() - {f.name for f in dataclasses.fields(EmbedFile)} == {"log_level"}
+    assert params.keys() - {f.name for f in dataclasses.fields(job)} == {"log_level"}
 
 
 def test_the_version(capsys):

@@ -241,6 +241,11 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def as_arguments(*groups: "DataclassInstance") -> dict[str, Any]:
+    """Return the fields of groups by their names."""
+    return {field.name: getattr(group, field.name) for group in groups for field in fields(group)}
+
+
 def as_options(*groups: "DataclassInstance") -> list[str]:
     """Write groups as command-line options; what is None or False is left out."""
     options: list[str] = []

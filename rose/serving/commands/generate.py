@@ -1,29 +1,142 @@
 """`rose generate`."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rose.serving.commands.options import (
-    Attention,
-    Device,
-    Dtype,
-    KvCacheMemory,
-    LogLevel,
-    MaxModelLen,
-    MaxNumSeqs,
-    Model,
-    Quantization,
-)
+from rose.serving.commands.file_flags import ModelFlags, WorkFlags
+from rose.serving.commands.flags import as_arguments, spread
+from rose.serving.commands.options import KvCacheMemory, LogLevel, MaxNumSeqs, Model
 
 if TYPE_CHECKING:
     from rose.serving.offline.generate import Summary
 
-PROMPTS, SAMPLING, WORK = "The prompts", "The completions", "Stopping and going on"
 CHECKPOINT = "the checkpoint's"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptFlags:
+    """The prompts"""  # noqa: D415 - the title of its part of --help
+
+    column: Annotated[
+        str | None,
+        typer.Option(
+            help="Column of the prompts; in a .jsonl file also lists of messages, each with role "
+            "and content.",
+            show_default="text, messages, or the only column of strings",
+        ),
+    ] = None
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat",
+            help="Take each prompt as a user's message and let the model answer it. Without, "
+            "a text is continued as it is.",
+        ),
+    ] = False
+    system: Annotated[
+        str | None,
+        typer.Option(help="System message that goes before each conversation."),
+    ] = None
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(help="Column to copy to the output; repeatable."),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionFlags:
+    """The completions"""  # noqa: D415 - the title of its part of --help
+
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per completion at most.")] = 256
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="0 takes the most likely token.", show_default=f"{CHECKPOINT}, or 1"
+        ),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            help="Choose among the likeliest tokens that have this probability together; 1 is off.",
+            show_default=f"{CHECKPOINT}, or 1",
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Choose among so many likeliest tokens; 0 is off.",
+            show_default=f"{CHECKPOINT}, or 0",
+        ),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            help="Leave out tokens below this part of the likeliest one's probability; 0 is off.",
+            show_default=f"{CHECKPOINT}, or 0",
+        ),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(
+            help="Above 1, tokens that were there before become less likely.",
+            show_default=f"{CHECKPOINT}, or 1",
+        ),
+    ] = None
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="The same seed gives the same completions; row i takes the seed plus i.",
+            show_default="another one each time",
+        ),
+    ] = None
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="Text that ends a completion and is not part of it; repeatable."),
+    ] = None
+    json_schema: Annotated[
+        Path | None,
+        typer.Option(help="File with a JSON schema that every completion has to follow."),
+    ] = None
+    output_column: Annotated[str, typer.Option(help="Column of the completions.")] = "text"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrictFlags(WorkFlags):
+    """Stopping and going on"""  # noqa: D415 - the title of its part of --help
+
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict",
+            help="Stop at the first row that cannot be served instead of noting its error.",
+        ),
+    ] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlmFlags(ModelFlags):
+    """The model"""  # noqa: D415 - the title of its part of --help
+
+    max_num_seqs: MaxNumSeqs = 32
+    kv_cache_memory: KvCacheMemory = None
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic",
+            help="One row at a time: slow, but nothing can run beside a row and change its bits.",
+        ),
+    ] = False
+
+
+@spread
 def generate(
     model: Model,
     input_file: Annotated[
@@ -38,138 +151,10 @@ def generate(
         Path,
         typer.Option("--output", "-o", help="A .jsonl or .parquet file.", show_default=False),
     ],
-    column: Annotated[
-        str | None,
-        typer.Option(
-            help="Column of the prompts; in a .jsonl file also lists of messages, each with role "
-            "and content.",
-            show_default="text, messages, or the only column of strings",
-            rich_help_panel=PROMPTS,
-        ),
-    ] = None,
-    chat: Annotated[
-        bool,
-        typer.Option(
-            "--chat",
-            help="Take each prompt as a user's message and let the model answer it. Without, "
-            "a text is continued as it is.",
-            rich_help_panel=PROMPTS,
-        ),
-    ] = False,
-    system: Annotated[
-        str | None,
-        typer.Option(
-            help="System message that goes before each conversation.", rich_help_panel=PROMPTS
-        ),
-    ] = None,
-    keep: Annotated[
-        list[str] | None,
-        typer.Option(help="Column to copy to the output; repeatable.", rich_help_panel=PROMPTS),
-    ] = None,
-    max_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens per completion at most.", rich_help_panel=SAMPLING)
-    ] = 256,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            help="0 takes the most likely token.",
-            show_default=f"{CHECKPOINT}, or 1",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            max=1,
-            help="Choose among the likeliest tokens that have this probability together; 1 is off.",
-            show_default=f"{CHECKPOINT}, or 1",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = None,
-    top_k: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Choose among so many likeliest tokens; 0 is off.",
-            show_default=f"{CHECKPOINT}, or 0",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            max=1,
-            help="Leave out tokens below this part of the likeliest one's probability; 0 is off.",
-            show_default=f"{CHECKPOINT}, or 0",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None,
-        typer.Option(
-            help="Above 1, tokens that were there before become less likely.",
-            show_default=f"{CHECKPOINT}, or 1",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            help="The same seed gives the same completions; row i takes the seed plus i.",
-            show_default="another one each time",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = None,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Text that ends a completion and is not part of it; repeatable.",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = None,
-    json_schema: Annotated[
-        Path | None,
-        typer.Option(
-            help="File with a JSON schema that every completion has to follow.",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = None,
-    output_column: Annotated[
-        str, typer.Option(help="Column of the completions.", rich_help_panel=SAMPLING)
-    ] = "text",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantization: Quantization = None,
-    attention: Attention = "auto",
-    max_model_len: MaxModelLen = None,
-    max_num_seqs: MaxNumSeqs = 32,
-    kv_cache_memory: KvCacheMemory = None,
-    deterministic: Annotated[
-        bool,
-        typer.Option(
-            "--deterministic",
-            help="One row at a time: slow, but nothing can run beside a row and change its bits.",
-        ),
-    ] = False,
-    strict: Annotated[
-        bool,
-        typer.Option(
-            "--strict",
-            help="Stop at the first row that cannot be served instead of noting its error.",
-            rich_help_panel=WORK,
-        ),
-    ] = False,
-    force: Annotated[
-        bool,
-        typer.Option("--force", help="Replace an output that exists.", rich_help_panel=WORK),
-    ] = False,
-    restart: Annotated[
-        bool,
-        typer.Option("--restart", help="Drop what an earlier run did.", rich_help_panel=WORK),
-    ] = False,
+    prompts: PromptFlags,
+    completions: CompletionFlags,
+    engine: LlmFlags,
+    work: StrictFlags,
     log_level: LogLevel = "warning",
 ) -> None:
     """Let a model continue, or answer, each prompt of a file.
@@ -196,36 +181,10 @@ def generate(
     from rose.serving.process import set_up_logging
 
     set_up_logging(log_level, "generate")
-    job = GenerateFile(
-        model=model,
-        input=input_file,
-        output=output,
-        column=column,
-        keep=tuple(dict.fromkeys(keep or ())),
-        output_column=output_column,
-        chat=chat,
-        system=system,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        max_tokens=max_tokens,
-        seed=seed,
-        stop=tuple(dict.fromkeys(stop or ())),
-        json_schema=json_schema,
-        device=device,
-        dtype=dtype,
-        quantization=quantization,
-        attention=attention,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        kv_cache_memory=kv_cache_memory,
-        deterministic=deterministic,
-        strict=strict,
-        force=force,
-        restart=restart,
-    )
+    options = as_arguments(prompts, completions, engine, work)
+    options["keep"] = tuple(dict.fromkeys(prompts.keep or ()))
+    options["stop"] = tuple(dict.fromkeys(completions.stop or ()))
+    job = GenerateFile(model=model, input=input_file, output=output, **options)
     try:
         with open_display() as display:
             summary = generate_file(job, display)

@@ -1,26 +1,81 @@
 """`rose rerank`."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rose.serving.commands.options import (
-    Attention,
-    Deterministic,
-    Device,
-    Dtype,
-    LogLevel,
-    MaxModelLen,
-    Model,
-)
+from rose.serving.commands.file_flags import BatchFlags, WorkFlags
+from rose.serving.commands.flags import as_arguments, spread
+from rose.serving.commands.options import LogLevel, Model
 
 if TYPE_CHECKING:
     from rose.serving.offline.rerank import Summary
 
-DOCUMENTS, SCORES, WORK = "The documents", "The scores", "Stopping and going on"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentFlags:
+    """The documents"""  # noqa: D415 - the title of its part of --help
+
+    column: Annotated[
+        str | None,
+        typer.Option(
+            help="Column of the documents with --query, of the queries without.",
+            show_default="text, or the only column of strings; query",
+        ),
+    ] = None
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(help="Column to copy to the output; repeatable."),
+    ] = None
+    truncate: Annotated[
+        bool,
+        typer.Option(
+            "--truncate",
+            help="Cut a pair that is too long for the model instead of stopping at it.",
+        ),
+    ] = False
+    max_tokens_per_doc: Annotated[
+        int | None,
+        typer.Option(min=1, help="Cut each document to so many tokens.", show_default="not"),
+    ] = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreFlags:
+    """The scores"""  # noqa: D415 - the title of its part of --help
+
+    top_n: Annotated[
+        int | None,
+        typer.Option(min=1, help="Keep the best so many.", show_default="all"),
+    ] = None
+    texts: Annotated[
+        bool,
+        typer.Option("--texts", help="Without --query: repeat the documents."),
+    ] = False
+    raw_scores: Annotated[
+        bool,
+        typer.Option("--raw-scores", help="Leave out the checkpoint's activation."),
+    ] = False
+    instruction: Annotated[
+        str | None,
+        typer.Option(
+            help="What to look for, for models whose prompt has a place for it.",
+            show_default="the model's",
+        ),
+    ] = None
+    prompt_name: Annotated[
+        str | None,
+        typer.Option(
+            help="Prompt of the checkpoint to put before the query; see rose inspect.",
+            show_default="the checkpoint's",
+        ),
+    ] = None
+    prompt: Annotated[str | None, typer.Option(help="Words to put before the query.")] = None
+
+
+@spread
 def rerank(
     model: Model,
     input_file: Annotated[
@@ -34,93 +89,14 @@ def rerank(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="A .jsonl file.", show_default=False)
     ],
+    documents: DocumentFlags,
+    scores: ScoreFlags,
+    engine: BatchFlags,
+    work: WorkFlags,
     query: Annotated[
         str | None,
         typer.Option(help="What is looked for.", show_default="each row has its own"),
     ] = None,
-    column: Annotated[
-        str | None,
-        typer.Option(
-            help="Column of the documents with --query, of the queries without.",
-            show_default="text, or the only column of strings; query",
-            rich_help_panel=DOCUMENTS,
-        ),
-    ] = None,
-    keep: Annotated[
-        list[str] | None,
-        typer.Option(help="Column to copy to the output; repeatable.", rich_help_panel=DOCUMENTS),
-    ] = None,
-    truncate: Annotated[
-        bool,
-        typer.Option(
-            "--truncate",
-            help="Cut a pair that is too long for the model instead of stopping at it.",
-            rich_help_panel=DOCUMENTS,
-        ),
-    ] = False,
-    max_tokens_per_doc: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Cut each document to so many tokens.",
-            show_default="not",
-            rich_help_panel=DOCUMENTS,
-        ),
-    ] = None,
-    top_n: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Keep the best so many.", show_default="all", rich_help_panel=SCORES
-        ),
-    ] = None,
-    texts: Annotated[
-        bool,
-        typer.Option(
-            "--texts", help="Without --query: repeat the documents.", rich_help_panel=SCORES
-        ),
-    ] = False,
-    raw_scores: Annotated[
-        bool,
-        typer.Option(
-            "--raw-scores", help="Leave out the checkpoint's activation.", rich_help_panel=SCORES
-        ),
-    ] = False,
-    instruction: Annotated[
-        str | None,
-        typer.Option(
-            help="What to look for, for models whose prompt has a place for it.",
-            show_default="the model's",
-            rich_help_panel=SCORES,
-        ),
-    ] = None,
-    prompt_name: Annotated[
-        str | None,
-        typer.Option(
-            help="Prompt of the checkpoint to put before the query; see rose inspect.",
-            show_default="the checkpoint's",
-            rich_help_panel=SCORES,
-        ),
-    ] = None,
-    prompt: Annotated[
-        str | None, typer.Option(help="Words to put before the query.", rich_help_panel=SCORES)
-    ] = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    attention: Attention = "auto",
-    max_model_len: MaxModelLen = None,
-    max_batch_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens per batch.", show_default="2048 on a CPU, 16384 on a GPU"),
-    ] = None,
-    deterministic: Deterministic = False,
-    force: Annotated[
-        bool,
-        typer.Option("--force", help="Replace an output that exists.", rich_help_panel=WORK),
-    ] = False,
-    restart: Annotated[
-        bool,
-        typer.Option("--restart", help="Drop what an earlier run did.", rich_help_panel=WORK),
-    ] = False,
     log_level: LogLevel = "warning",
 ) -> None:
     """Rank documents by a query.
@@ -146,30 +122,9 @@ def rerank(
     from rose.serving.process import set_up_logging
 
     set_up_logging(log_level, "rerank")
-    job = RerankFile(
-        model=model,
-        input=input_file,
-        output=output,
-        query=query,
-        column=column,
-        keep=tuple(dict.fromkeys(keep or ())),
-        top_n=top_n,
-        texts=texts,
-        instruction=instruction,
-        prompt_name=prompt_name,
-        prompt=prompt,
-        truncate=truncate,
-        max_tokens_per_doc=max_tokens_per_doc,
-        raw_scores=raw_scores,
-        device=device,
-        dtype=dtype,
-        attention=attention,
-        max_model_len=max_model_len,
-        max_batch_tokens=max_batch_tokens,
-        deterministic=deterministic,
-        force=force,
-        restart=restart,
-    )
+    options = as_arguments(documents, scores, engine, work)
+    options["keep"] = tuple(dict.fromkeys(documents.keep or ()))
+    job = RerankFile(model=model, input=input_file, output=output, query=query, **options)
     try:
         with open_display() as display:
             summary = rerank_file(job, display)

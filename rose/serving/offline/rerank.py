@@ -64,6 +64,7 @@ class RerankFile:
     raw_scores: bool = False
     device: str = "auto"
     dtype: str = "auto"
+    quantization: str | None = None
     attention: str = "auto"
     max_model_len: int | None = None
     max_batch_tokens: int | None = None
@@ -75,8 +76,8 @@ class RerankFile:
 # The options that the output depends on.
 _FACTS = (
     *("query", "keep", "top_n", "texts", "instruction", "prompt_name", "prompt", "truncate"),
-    *("max_tokens_per_doc", "raw_scores", "device", "dtype", "attention", "max_model_len"),
-    *("max_batch_tokens", "deterministic"),
+    *("max_tokens_per_doc", "raw_scores", "device", "dtype", "quantization", "attention"),
+    *("max_model_len", "max_batch_tokens", "deterministic"),
 )
 
 
@@ -210,6 +211,7 @@ class _Run:
             job.model,
             device=job.device,
             dtype=job.dtype,
+            quantization=job.quantization,
             attention=job.attention,
             max_model_len=job.max_model_len,
             max_batch_tokens=_batch_tokens(job),
