@@ -39,6 +39,7 @@ def bodies(model: Path) -> dict[str, bytes]:
     """The requests that are sent, by what they are called in the table."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     tokenizer.no_truncation()
+    tokenizer.no_padding()
     rng = np.random.default_rng(0)
 
     def text(tokens: int) -> str:
