@@ -63,7 +63,7 @@ def card(name="stub", **changes):
         ),
         "embedding": EmbeddingCard(**embedding),
     }
-    if "embed" not in changes.get("tasks", ("embed",)):
+    if "embed" not in changes.get("tasks", ("embed",)) and not embedding.get("late"):
         facts["embedding"] = None
     return ModelCard(**{**facts, **changes})
 
