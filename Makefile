@@ -5,6 +5,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 MODELS ?= .models
 PORT ?= 8000
+# A line for each package and a bar while it comes; `make PIP=--quiet` says nothing.
+PIP ?= --progress-bar on
 export VENV
 bin := $(VENV)/bin
 
@@ -25,17 +27,20 @@ install-dev: $(VENV)/.installed-dev  ## the same with everything the tests need
 
 # torch first and alone: what comes later then finds it there and does not choose another build.
 $(VENV)/.torch:
+	@echo 'Making $(VENV) and fetching $(TORCH): some hundred MB, which takes minutes'
 	$(PYTHON) -m venv $(VENV)
 	$(bin)/pip install --quiet --upgrade pip
-	$(bin)/pip install --quiet '$(TORCH)'
+	$(bin)/pip install $(PIP) '$(TORCH)'
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml
-	$(bin)/pip install --quiet --editable '.[demo]'
+	@echo 'Installing ROSE and what the demo needs'
+	$(bin)/pip install $(PIP) --editable '.[demo]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(bin)/pip install --quiet --editable '.[dev]'
+	@echo 'Installing what the tests need'
+	$(bin)/pip install $(PIP) --editable '.[dev]'
 	@touch $@
 
 models: $(VENV)/.installed  ## fetch the demo models into $(MODELS)

@@ -32,6 +32,7 @@ from rose.serving.protocol import (
     EmbedResult,
     Failure,
     GenerateRequest,
+    Goodbye,
     Hello,
     Ping,
     Pong,
@@ -51,6 +52,7 @@ log = logging.getLogger(__name__)
 PING_INTERVAL_S = 1.0
 MAX_SILENT_PINGS = 5
 NO_ENTRY = zmq.EVENT_HANDSHAKE_FAILED_AUTH
+GONE = "the engine has stopped"
 BAD_KEY = "the engine refuses this gateway's key"
 BAD_HANDSHAKE = "the keys of this gateway and of the engine do not fit, or one of them has none"
 
@@ -351,8 +353,8 @@ class EngineClient:
                 self._greet()  # it was given up for silent, but lives
         elif isinstance(message, Welcome):
             self._welcomed(message, b"".join(frames))
-        elif isinstance(message, Refused):
-            self._refused(message)
+        elif isinstance(message, Refused | Goodbye):
+            self._declined(message)
 
     def _resolve(self, request_id: int, answer: Answer) -> None:
         future = self._pending.get(request_id)
@@ -374,10 +376,15 @@ class EngineClient:
         self._became_ready.set()
         log.info("engine at %s: ready, it serves %s", self.address, message.card.name)
 
-    def _refused(self, message: Refused) -> None:
-        if message.protocol == PROTOCOL_VERSION:
+    def _declined(self, message: Refused | Goodbye) -> None:
+        if isinstance(message, Goodbye):
+            self._left()
+        elif message.protocol == PROTOCOL_VERSION:
             self._greet()  # a new engine at the same address that does not know this client
-            return
+        else:
+            self._speaks_another(message)
+
+    def _speaks_another(self, message: Refused) -> None:
         reason = (
             f"the engine speaks version {message.protocol} of the protocol, "
             f"this gateway version {PROTOCOL_VERSION}"
@@ -385,6 +392,13 @@ class EngineClient:
         if reason != self._unready_reason:
             log.error("engine at %s: %s", self.address, reason)
         self._lose(reason)
+
+    def _left(self) -> None:
+        """Take leave of an engine that stops; that its connection ends then is no news."""
+        if self.ready:
+            log.info("engine at %s: has stopped", self.address)
+        self._unready_reason = GONE
+        self._lose(GONE)
 
     # Liveness
 

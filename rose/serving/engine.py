@@ -35,6 +35,7 @@ from rose.serving.protocol import (
     Failure,
     FailureKind,
     GenerateRequest,
+    Goodbye,
     GraphsRequest,
     GraphsResult,
     Hello,
@@ -126,6 +127,8 @@ class EngineServer:
                 async with asyncio.timeout(DRAIN_LIMIT_S):
                     await self._unless_failed(self._idle())
             self._give_up()
+            for identity in list(self._clients):
+                self._send(identity, Goodbye())
         finally:
             for task in self._loops:
                 task.cancel()

@@ -11,9 +11,10 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from ipaddress import ip_address
+from types import FrameType
 from typing import Literal
 
 PARENT_VARIABLE = "ROSE_PARENT_PID"
@@ -23,6 +24,8 @@ KEYS_VARIABLE = "ROSE_API_KEY"
 HEARTBEAT_S = 1.0
 PR_SET_PDEATHSIG = 1
 BACKLOG = 2048
+
+log = logging.getLogger(__name__)
 
 
 class SupervisorGoneError(OSError):
@@ -110,6 +113,26 @@ def stop_signals() -> list[signal.Signals]:
     """Return the signals that ask to stop; a lost terminal is one, unless `nohup` says no."""
     hung_up = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
     return [signal.SIGTERM, signal.SIGINT, *hung_up]
+
+
+class StoppedEarly(SystemExit):
+    """A stop signal came before there was a loop to hear it."""
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """Let stop signals end the block, as long as no loop has taken them over, with exit code 0."""
+
+    def leave(_number: int, _frame: FrameType | None) -> None:
+        raise StoppedEarly(0)
+
+    for number in stop_signals():
+        signal.signal(number, leave)
+    try:
+        yield
+    except StoppedEarly:
+        log.info("stopped before it was ready")
+        raise
 
 
 def stop_event() -> asyncio.Event:

@@ -15,7 +15,7 @@ from rose.runtime.options import EmbedOptions, Priority, SamplingParams
 
 Buffer = bytes | bytearray | memoryview
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 FailureKind = Literal[
     "bad_request",  # the caller's mistake
@@ -113,6 +113,10 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
     protocol: int
     reason: str
+
+
+class Goodbye(msgspec.Struct, tag=True, frozen=True):
+    """Engine: it was asked to stop, has answered everything, and leaves."""
 
 
 class EmbedResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -258,7 +262,7 @@ class GraphsResult(msgspec.Struct, tag=True, frozen=True):
 ClientMessage = (
     Hello | EmbedRequest | ScoreRequest | GenerateRequest | Cancel | Ping | GraphsRequest
 )
-EngineMessage = Welcome | Refused | EmbedResult | Tokens | Failure | Pong | GraphsResult
+EngineMessage = Welcome | Refused | Goodbye | EmbedResult | Tokens | Failure | Pong | GraphsResult
 
 encode = msgspec.msgpack.Encoder().encode
 _client_decoder = msgspec.msgpack.Decoder(ClientMessage)

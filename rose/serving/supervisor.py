@@ -8,7 +8,7 @@ import shlex
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -216,23 +216,22 @@ class Supervisor:
     def _announce(self) -> None:
         host = f"[{self._reachable_host}]" if ":" in self._reachable_host else self._reachable_host
         url = f"http{'s' if self._tls else ''}://{host}:{self._port}"
-        example = self._example(url)
+        examples = "".join(f"  {command}\n" for command in self._examples(url))
         print(  # noqa: T201 - the lines that a person waits for
             f"\nROSE serves {', '.join(model.name for model in self._models)} on {url}\n"
-            f"Documentation: {url}/docs\n" + (f"Try:\n  {example}\n" if example else ""),
+            f"Documentation: {url}/docs\n" + (f"Try:\n{examples}" if examples else ""),
             flush=True,
         )
 
-    def _example(self, url: str) -> str | None:
-        """Return a command to try on the first model, if a task of it is known here."""
-        name = self._models[0].name
+    def _examples(self, url: str) -> Iterator[str]:
+        """Yield a command to try for each task that is served, on the first model that does it."""
         listed = msgspec.json.decode(self._get("/v1/models") or b'{"data": []}')["data"]
-        tasks = [task for model in listed if model["id"] == name for task in model["tasks"]]
-        found = next((EXAMPLES[task] for task in tasks if task in EXAMPLES), None)
-        if found is None:
-            return None
-        path, fields = found
-        return _curl(url + path, {"model": name, **fields}, keyed=bool(self._secrets))
+        tasks = {model["id"]: model["tasks"] for model in listed}
+        for task, (path, fields) in EXAMPLES.items():
+            able = [model.name for model in self._models if task in tasks.get(model.name, ())]
+            if able:
+                body = {"model": able[0], **fields}
+                yield _curl(url + path, body, keyed=bool(self._secrets))
 
     def _stop(self) -> None:
         """Stop the gateways first, so that they can answer what the engines still work on.

@@ -120,6 +120,7 @@ def test_replicas_come_and_go_behind_a_gateway_that_was_there_first(run, bert, t
 
     second = start_engine(run, bert, two)
     wait_for_log(second, "ready at")
+    assert f" engine {bert.name}: " in second.log.read_text()
     kill(first)
     answer = wait_until(lambda: (a := embed(gateway)).status_code == 200 and a)
     assert answer.json()["data"][0]["embedding"] == vector

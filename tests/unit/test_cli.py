@@ -13,6 +13,7 @@ import typer
 from rose import __version__
 from rose.models.registry import ARCHITECTURES
 from rose.serving import cli
+from rose.serving.commands import chat
 from rose.serving.offline.embed import EmbedFile
 from rose.serving.offline.generate import GenerateFile
 from rose.serving.offline.rerank import RerankFile
@@ -260,3 +261,42 @@ def test_inspect_says_why_a_folder_cannot_be_served(bert, tmp_path, capsys, file
     out, error = capsys.readouterr()
     assert out == ""
     assert message in error
+
+
+def test_convert_says_what_its_target_lacks(tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "file").touch()
+    for source, options, words in (
+        ("model", (), "model is a model folder: add --quantization int8"),
+        ("file", ("--quantization", "int8"), "file is no model folder: --quantization rounds"),
+        ("none", ("--quantization", "int8"), "none does not exist"),
+    ):
+        assert rose("convert", tmp_path / source, tmp_path / "out", *options) == 1
+        assert words in capsys.readouterr().err
+
+
+def test_a_signal_before_there_is_a_loop_ends_with_a_word_and_exit_code_0():
+    code = (
+        "import time\n"
+        "from rose.serving.process import set_up_logging, stoppable\n"
+        "with stoppable():\n"
+        "    set_up_logging('info', 'engine x')\n"
+        "    print('up', flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.terminate()
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert b"engine x: stopped before it was ready" in errors
+
+
+def test_chat_shows_its_commands_and_asks_no_model_for_them(monkeypatch, capsys):
+    lines = iter(["/help", "/what", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    chat._converse(None, [], None)
+    shown = capsys.readouterr().out
+    assert shown.count(chat.HELP) == 2
+    assert "/what is no command" in shown

@@ -288,6 +288,22 @@ def test_draining_finishes_what_was_admitted_and_refuses_more(runtime, address):
     drive(scenario)
 
 
+def test_an_engine_that_is_stopped_takes_leave(runtime, address, caplog):
+    async def scenario():
+        running = RunningEngine(served_by(runtime), address)
+        async with connected(address) as client:
+            await client.wait_ready()
+            running.stop.set()
+            await running.task
+            await until(lambda: not client.ready)
+            assert client.unready_reason == "the engine has stopped"
+            await running.close()
+            await until(lambda: not client._connected)
+
+    drive(scenario)
+    assert not [r for r in caplog.records if r.levelname == "WARNING" and "engine" in r.message]
+
+
 def test_strangers_and_other_versions_are_told_so(runtime, address):
     async def scenario():
         async with engine(runtime, address):

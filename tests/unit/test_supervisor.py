@@ -238,12 +238,15 @@ def test_a_child_that_cannot_start_ends_the_tree_with_its_name(tree):
     )
 
 
-def test_the_example_is_one_for_the_first_model(tree):
-    running = tree(TASKS='["generate", "embed"]', key="secret other").serving()
-    command = shlex.split(running.wait_for(r"\n  (curl .*)\n"))
+def test_there_is_an_example_for_each_task(tree):
+    running = tree(TASKS='["embed", "generate"]', key="secret other").serving()
+    command = shlex.split(running.wait_for(r"Try:\n  (curl .*)\n"))
     assert command[1] == f"http://127.0.0.1:{running.port}/v1/chat/completions"
     assert json.loads(command[-1])["model"] == "m"
     assert "Authorization: Bearer $ROSE_API_KEY" in command
+    other = shlex.split(running.wait_for(r"Try:\n.*\n  (curl .*)\n"))
+    assert other[1].endswith("/v1/embeddings")
+    assert running.output.read_text().count("curl") == 2
     assert "secret" not in running.output.read_text()
     assert running.wait_for("gateway key (.*)") == "secret other"
     assert running.stop() == 0

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from rose.runtime.options import SamplingParams
     from rose.serving.local import Engine
 
-HELP = "/reset starts over, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer."
+HELP = (
+    "/reset starts over, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer, /help shows this line."
+)
 
 Messages = list[dict[str, str]]
 
@@ -40,6 +42,7 @@ def chat(
     max_model_len: MaxModelLen = None,
 ) -> None:
     """Chat with a model in the terminal."""
+    typer.secho(f"loading {model} ...", dim=True, err=True)
     from rose.serving.local import Engine
 
     with Engine(
@@ -65,6 +68,8 @@ def _converse(engine: "Engine", start: Messages, params: "SamplingParams") -> No
     while (text := _ask()) not in (None, "/exit"):
         if text == "/reset":
             messages = list(start)
+        elif text.startswith("/") and text[1:].isalpha():
+            typer.secho(HELP if text == "/help" else f"{text} is no command: {HELP}", dim=True)
         elif text:
             messages = _add_answer(engine, [*messages, {"role": "user", "content": text}], params)
 

@@ -36,8 +36,16 @@ def convert(
 
     [bold]rose convert models/SmolLM2 models/SmolLM2-int8 --quantization int8[/bold]
     """
-    if source.is_dir() == (quantization is None):
-        raise ValueError("a model folder is converted with --quantization, a GGUF file without")
+    if source.is_dir() and quantization is None:
+        raise ValueError(
+            f"{source} is a model folder: add --quantization int8 (or int4) to round its weights"
+        )
+    if not source.is_dir() and quantization is not None:
+        what = "is no model folder" if source.exists() else "does not exist"
+        raise ValueError(
+            f"{source} {what}: --quantization rounds the weights of a model folder, which "
+            "`rose convert` without it makes of a GGUF file"
+        )
     from rich.console import Console
     from rich.progress import Progress
 
