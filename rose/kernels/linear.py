@@ -79,6 +79,7 @@ def make_linear(
     activation: str = "identity",
     gated: bool = False,
     quantization: str | None = None,
+    power_I: Tensor | None = None,
 ) -> LinearOp:
     """Make the fastest layer for these weights.
 
@@ -90,6 +91,7 @@ def make_linear(
         gated: whether results are act(gate) * up.
         quantization: None keeps the weights as they are; a name of
             `rose.kernels.quantization.BITS` rounds them.
+        power_I: mean squares of the inputs, for `rose.kernels.quantization.quantize`.
 
     Raises:
         ValueError: another quantization, or one that cannot be computed here.
@@ -101,7 +103,7 @@ def make_linear(
             raise ValueError(_cannot_quantize(quantization, weight_OI, is_plain))
         return TorchLinear(weight_OI, bias_O, activation, gated)
     weight_OI = weight_OI.contiguous()
-    weight = weight_OI if quantization is None else quantize(weight_OI, quantization)
+    weight = weight_OI if quantization is None else quantize(weight_OI, quantization, power_I)
     if activation in ACTIVATION_NUMBERS:
         return PackedMatrix(library, weight, bias_O, activation=activation, gated=gated)
     return PackedLinear(PackedMatrix(library, weight, bias_O), activation, gated)

@@ -10,6 +10,7 @@ each group of a row in 256 steps from its least number to its greatest.
 Shape letters: T tokens, I input channels, O output channels, G groups of inputs, K inputs of one.
 """
 
+import math
 from dataclasses import dataclass
 from itertools import product
 
@@ -26,6 +27,7 @@ _ELEMENTS = 1 << 20  # of a matrix at a time: what is computed on the way takes 
 # that fit the best codes best.
 _CUTS = (0.0, 0.04, 0.08)
 _REFINEMENTS = 2
+_LEAST_WORTH = 0.01  # of an error, beside that of one that meets an input of the mean power
 # The least scale beside the magnitude of the minimum, so that float32 holds every step.
 _FINEST = 2.0**-14
 
@@ -56,7 +58,9 @@ def num_groups(inputs: int) -> int:
     return -(-inputs // GROUP)
 
 
-def quantize(weight_OI: Tensor, quantization: str) -> QuantizedWeight:
+def quantize(
+    weight_OI: Tensor, quantization: str, power_I: Tensor | None = None
+) -> QuantizedWeight:
     """Round a matrix to the nearest codes, with the scales that lose least.
 
     What a quantised matrix means, as float32, is quantised to the same meaning again.
@@ -64,6 +68,8 @@ def quantize(weight_OI: Tensor, quantization: str) -> QuantizedWeight:
     Args:
         weight_OI: of floating point, [O, I].
         quantization: one of `BITS`.
+        power_I: mean squares of the inputs, float32 [I]: where 4 bits cannot hold every weight,
+            those that meet large inputs count more. None: all count alike.
 
     Raises:
         ValueError: another quantization.
@@ -73,7 +79,8 @@ def quantize(weight_OI: Tensor, quantization: str) -> QuantizedWeight:
     bits, inputs = BITS[quantization], weight_OI.shape[1]
     fit = _fit_bytes if bits == 8 else _fit_nibbles
     rows = max(1, _ELEMENTS // max(1, inputs))
-    parts = [fit(_in_groups(part.float())) for part in weight_OI.split(rows)]
+    worth_1GK = _in_groups(_worth(power_I, inputs).unsqueeze(0))
+    parts = [fit(_in_groups(part.float()), worth_1GK) for part in weight_OI.split(rows)]
     codes_OGK, scales_OG, minima_OG = (
         torch.cat([getattr(p, name) for p in parts]) for name in ("codes", "scales", "minima")
     )
@@ -81,11 +88,27 @@ def quantize(weight_OI: Tensor, quantization: str) -> QuantizedWeight:
     return QuantizedWeight(codes_OI, scales_OG, bits, minima_OG if bits == 4 else None)
 
 
+def _worth(power_I: Tensor | None, inputs: int) -> Tensor:
+    """Return what a squared error of each input counts, never nothing: [I]."""
+    mean = None if power_I is None else float(power_I.mean())
+    if power_I is None or mean is None or not 0 < mean < math.inf:
+        return torch.ones(inputs)
+    return power_I / mean + _LEAST_WORTH
+
+
 def _in_groups(x_OI: Tensor) -> Tensor:
     """Cut inputs into groups; the last is filled up with its last input: [O, G, K]."""
     missing = -x_OI.shape[1] % GROUP
     filled = torch.cat([x_OI, x_OI[:, -1:].expand(-1, missing)], 1) if missing else x_OI
     return filled.unflatten(1, (-1, GROUP))
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """Weights [O, G, K], and what their squared errors count, [1, G, K]."""
+
+    weights: Tensor
+    worth: Tensor
 
 
 @dataclass(slots=True)
@@ -98,16 +121,19 @@ class _Fit:
     lost: Tensor
 
     @classmethod
-    def of(cls, groups: Tensor, scales: Tensor, minima: Tensor, least: int, most: int) -> "_Fit":
+    def of(
+        cls, groups: "_Groups", scales: Tensor, minima: Tensor, least: int = 0, most: int = _TOP
+    ) -> "_Fit":
         """Choose the nearest codes for scales and minima, once bfloat16 has rounded these."""
         scales, minima = (x.bfloat16().float() for x in (scales, minima))
         scales = torch.where(scales.abs() < minima.abs() * _FINEST, 0.0, scales)
         scales_OG1, minima_OG1 = scales.unsqueeze(-1), minima.unsqueeze(-1)
         divisor_OG1 = torch.where(scales_OG1 == 0, 1.0, scales_OG1)
-        codes_OGK = ((groups - minima_OG1) / divisor_OG1).round_().clamp_(least, most)
+        codes_OGK = ((groups.weights - minima_OG1) / divisor_OG1).round_().clamp_(least, most)
         codes_OGK = (codes_OGK * (scales_OG1 != 0)).nan_to_num_(0.0)
-        lost_OGK = torch.addcmul(minima_OG1, codes_OGK, scales_OG1).sub_(groups)
-        return cls(codes_OGK, scales, minima, lost_OGK.square_().sum(-1))
+        lost_OGK = torch.addcmul(minima_OG1, codes_OGK, scales_OG1).sub_(groups.weights)
+        lost_OG = lost_OGK.square_().mul_(groups.worth).sum(-1)
+        return cls(codes_OGK, scales, minima, lost_OG)
 
     def take(self, other: "_Fit", may_OG: Tensor | bool = True) -> None:
         """Take over what loses less in another fit, where it may."""
@@ -118,35 +144,35 @@ class _Fit:
         self.lost = torch.where(better_OG, other.lost, self.lost)
 
 
-def _fit_bytes(groups_OGK: Tensor) -> _Fit:
+def _fit_bytes(groups_OGK: Tensor, worth_1GK: Tensor) -> _Fit:
     scales_OG = groups_OGK.abs().amax(-1) / 127
-    return _Fit.of(groups_OGK, scales_OG, torch.zeros_like(scales_OG), -127, 127)
+    groups = _Groups(groups_OGK, worth_1GK)
+    return _Fit.of(groups, scales_OG, torch.zeros_like(scales_OG), -127, 127)
 
 
-def _fit_nibbles(groups_OGK: Tensor) -> _Fit:
+def _fit_nibbles(groups_OGK: Tensor, worth_1GK: Tensor) -> _Fit:
     """Try scales and minima. Some weight always has code 0, so that all is found once more."""
-    fit = _fit_range(groups_OGK)
+    groups = _Groups(groups_OGK, worth_1GK)
+    fit = _fit_range(groups)
     if not fit.lost.any():
         return fit
-    on_grid_O1 = _on_grid(groups_OGK[:, :1])
+    on_grid_O1 = _on_grid(_Groups(groups_OGK[:, :1], worth_1GK[:, :1]))
     if on_grid_O1.any():
         for steps in range(_TOP, 0, -1):
-            for on_grid in _on_grids(groups_OGK, steps):
+            for on_grid in _on_grids(groups, steps):
                 fit.take(on_grid, on_grid_O1)
             if not fit.lost.any():
                 return fit
     for below, above in product(_CUTS, _CUTS):
-        fit.take(_fit_range(groups_OGK, below, above))
+        fit.take(_fit_range(groups, below, above))
     for _ in range(_REFINEMENTS):
-        fit.take(refined := _refine(groups_OGK, fit.codes), (refined.codes == 0).any(-1))
+        fit.take(refined := _refine(groups, fit.codes), (refined.codes == 0).any(-1))
     return fit
 
 
-def _fit_range(
-    groups_OGK: Tensor, below: float = 0.0, above: float = 0.0, steps: int = _TOP
-) -> _Fit:
+def _fit_range(groups: _Groups, below: float = 0.0, above: float = 0.0, steps: int = _TOP) -> _Fit:
     """Cut each group's range, without shares of it at both ends, into steps."""
-    low_OG, high_OG = groups_OGK.aminmax(dim=-1)
+    low_OG, high_OG = groups.weights.aminmax(dim=-1)
     range_OG = high_OG - low_OG
     minima_OG = (low_OG + below * range_OG).bfloat16()
     scales_OG = (high_OG - above * range_OG - minima_OG) / steps
@@ -154,28 +180,32 @@ def _fit_range(
     higher_OG = torch.nextafter(minima_OG, torch.full_like(minima_OG, torch.inf))
     minima_OG = torch.where(too_low_OG, higher_OG, minima_OG).float()
     scales_OG = ((high_OG - above * range_OG - minima_OG) / steps).clamp(min=0)
-    return _Fit.of(groups_OGK, scales_OG, minima_OG, 0, _TOP)
+    return _Fit.of(groups, scales_OG, minima_OG)
 
 
-def _on_grids(groups_OGK: Tensor, steps: int) -> tuple[_Fit, _Fit]:
+def _on_grids(groups: _Groups, steps: int) -> tuple[_Fit, _Fit]:
     """Cut each group's range into steps from its least weight up, and from its greatest down."""
-    up, down = _fit_range(groups_OGK, steps=steps), _fit_range(-groups_OGK, steps=steps)
+    up = _fit_range(groups, steps=steps)
+    down = _fit_range(_Groups(-groups.weights, groups.worth), steps=steps)
     return up, _Fit(down.codes, -down.scales, -down.minima, down.lost)
 
 
-def _on_grid(groups_OGK: Tensor) -> Tensor:
+def _on_grid(groups: _Groups) -> Tensor:
     """Return whether groups are whole steps from a weight at an end: [O, G]."""
-    fits = [fit for steps in range(1, _TOP + 1) for fit in _on_grids(groups_OGK, steps)]
+    fits = [fit for steps in range(1, _TOP + 1) for fit in _on_grids(groups, steps)]
     return torch.stack([fit.lost == 0 for fit in fits]).any(0)
 
 
-def _refine(groups_OGK: Tensor, codes_OGK: Tensor) -> _Fit:
+def _refine(groups: _Groups, codes_OGK: Tensor) -> _Fit:
     """Fit the line from codes to weights that loses least, and choose codes for that."""
-    weight_OG, code_OG = groups_OGK.mean(-1), codes_OGK.mean(-1)
+    share_1GK = groups.worth / groups.worth.sum(-1, keepdim=True)
+    weight_OG = (share_1GK * groups.weights).sum(-1)
+    code_OG = (share_1GK * codes_OGK).sum(-1)
     apart_OGK = codes_OGK - code_OG.unsqueeze(-1)
-    scales_OG = (apart_OGK * groups_OGK).sum(-1) / apart_OGK.square().sum(-1)
+    worth_OGK = apart_OGK * share_1GK
+    scales_OG = (worth_OGK * groups.weights).sum(-1) / (worth_OGK * apart_OGK).sum(-1)
     scales_OG = scales_OG.clamp(min=0)
-    return _Fit.of(groups_OGK, scales_OG, weight_OG - scales_OG * code_OG, 0, _TOP)
+    return _Fit.of(groups, scales_OG, weight_OG - scales_OG * code_OG)
 
 
 def encode_inputs(x_TI: Tensor) -> Tensor:

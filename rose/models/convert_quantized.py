@@ -3,22 +3,31 @@
 import json
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
+import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
+from rose.kernels.cpu import load_library
 from rose.models.config import CONFIG_FILE
 from rose.models.errors import CheckpointError, ConvertError
 from rose.models.heads import head_tensor, share_stored_embedding
 from rose.models.layers import Projection
-from rose.models.loader import build_backbone
+from rose.models.loader import build_backbone, load
 from rose.models.plan import Plan, plan_checkpoint
 from rose.models.quantized import CONFIG_KEY, METHOD, VERSION, check_tasks
+from rose.models.quantizing import MAX_LEN, prepare_loaded
+from rose.models.sample_texts import encode_samples, input_power
 from rose.models.stored_codes import store
 from rose.models.tensors import open_tensors
-from rose.models.weights import NamedTensors, name_tensors, wanted_parts
+from rose.models.tokenizer import read_tokenizer_json
+from rose.models.weights import NamedTensors, fill, name_tensors, wanted_parts
+
+if TYPE_CHECKING:
+    from rose.models.backbone import Backbone
 
 Progress = Callable[[int, int, str], None]
 
@@ -41,7 +50,7 @@ def convert_quantized(
     Raises:
         ConvertError: `out` exists, or the source is quantised.
         CheckpointError: the source cannot be served.
-        ValueError: the quantization does not fit the model.
+        ValueError: the quantization does not fit the model, or changes its vectors too much.
     """
     if out.exists():
         raise ConvertError(f"{out}: exists already")
@@ -49,6 +58,8 @@ def convert_quantized(
     if plan.quantization is not None:
         raise ConvertError(f"{source}: is stored in {plan.quantization} already")
     check_tasks(quantization, plan.tasks)
+    if set(plan.tasks) != {"generate"} and load_library() is not None:
+        prepare_loaded(load(source, dtype="float32", quantization=quantization))
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.tmp"
     try:
@@ -86,25 +97,40 @@ def _round(plan: Plan, quantization: str, progress: Progress | None) -> dict[str
     named = name_tensors(open_tensors(plan.core), wanted_parts(module), plan.architecture.fused)
     if plan.tie_embeddings:
         share_stored_embedding(named)
-    kinds = {named.names[name]: quantization for name in _matrices(module.modules(), named)}
+    matrices = dict(_matrices(module.modules(), named))
+    kinds = {named.names[name]: quantization for name in matrices}
     if "generate" in plan.tasks:
         kinds[named.names[_head(plan, named)]] = "int8"  # as `CausalLM` wants it
+    power = _power(plan, module, named) if quantization == "int4" else {}
+    powers = {named.names[name]: power.get(module) for name, module in matrices.items()}
     stored, everything = {}, list(named.tensors)
     for done, name in enumerate(everything):
         if progress is not None:
             progress(done, len(everything), name)
         tensor = named.tensors.get(name)
-        parts = store(name, tensor, kinds[name]) if name in kinds else {name: tensor}
+        parts = {name: tensor}
+        if name in kinds:
+            parts = store(name, tensor, kinds[name], powers.get(name))
         stored.update({key: value.contiguous().clone() for key, value in parts.items()})
     return stored
 
 
-def _matrices(modules: Iterator[object], named: NamedTensors) -> Iterator[str]:
+def _power(plan: Plan, module: nn.Module, named: NamedTensors) -> "Mapping[nn.Module, Tensor]":
+    """Return the powers of inputs that weights of 4 bits are chosen by when a model is loaded."""
+    fill(module, named, torch.float32, torch.device("cpu"))
+    backbone = cast("Backbone", module)
+    limit = min(MAX_LEN, plan.max_model_len)
+    texts = encode_samples(read_tokenizer_json(plan.core), backbone.vocab_size, limit)
+    return input_power(backbone, texts)
+
+
+def _matrices(modules: Iterator[nn.Module], named: NamedTensors) -> Iterator[tuple[str, nn.Module]]:
     """Yield the model's names of what its projections are filled from."""
     for module in modules:
         if isinstance(module, Projection):
             for part in module.slots["weight"]:
-                yield named.rows[part.name].whole if part.name in named.rows else part.name
+                stored = named.rows[part.name].whole if part.name in named.rows else part.name
+                yield stored, module
 
 
 def _head(plan: Plan, named: NamedTensors) -> str:

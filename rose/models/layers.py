@@ -16,7 +16,7 @@ from rose.kernels.linear import LinearOp, TorchLinear, make_linear
 from rose.models.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 
 class Part(NamedTuple):
@@ -114,7 +114,7 @@ class Projection(WeightedModule):
         assert self.op is not None
         return self.op
 
-    def prepare(self, quantization: str | None = None) -> LinearOp:
+    def prepare(self, quantization: str | None = None, power_I: Tensor | None = None) -> LinearOp:
         """Hand the weight over to `op`, which may hold it in another form, so there is one copy."""
         if quantization == "int4" and self.needs_bytes:
             quantization = "int8"
@@ -124,6 +124,7 @@ class Projection(WeightedModule):
             activation=self.activation,
             gated=self.gated,
             quantization=quantization,
+            power_I=power_I,
         )
         self.op = op
         self.register_parameter("weight", None)
@@ -247,13 +248,18 @@ class FusableLayer(nn.Module):
         raise NotImplementedError
 
 
-def prepare(model: nn.Module, quantization: str | None = None) -> None:
+def prepare(
+    model: nn.Module,
+    quantization: str | None = None,
+    power: "Mapping[nn.Module, Tensor] | None" = None,
+) -> None:
     """Bring the weights of all projections into the form that the device computes fastest with.
 
     Args:
         model: filled with weights.
         quantization: what to round them to, as in `rose.kernels.linear.make_linear`; tables that
             are tied to a projection follow it.
+        power: of projections, the mean squares of their inputs, float32 [I], where they are known.
 
     Raises:
         ValueError: the quantization is unknown, or cannot be computed here.
@@ -262,7 +268,7 @@ def prepare(model: nn.Module, quantization: str | None = None) -> None:
     for module in model.modules():
         if isinstance(module, Projection) and module.op is None:
             address = module.weight.data_ptr()
-            ops[address] = module.prepare(quantization)
+            ops[address] = module.prepare(quantization, (power or {}).get(module))
     for module in model.modules():
         if isinstance(module, Embedding) and module.op is None:
             tied = ops.get(module.weight.data_ptr())

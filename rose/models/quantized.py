@@ -52,6 +52,12 @@ def choose_quantization(plan: "Plan", option: str | None) -> str | None:
     return option or stored
 
 
+def is_stored(settings: "list[Setting]") -> bool:
+    """Return whether settings say that the weights are stored as they are served."""
+    source = f"{CONFIG_FILE}: {CONFIG_KEY}"
+    return any(s.name == "quantization" and s.source == source for s in settings)
+
+
 def check_quantization(
     quantization: str | None,
     tasks: "tuple[str, ...]",

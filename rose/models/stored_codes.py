@@ -14,8 +14,10 @@ from rose.models.quantized import CODES, MINIMA, NIBBLES, SCALES
 from rose.models.tensors import CheckpointTensors
 
 
-def store(name: str, weight_OI: Tensor, quantization: str) -> dict[str, Tensor]:
-    """Return the tensors that stand for a matrix.
+def store(
+    name: str, weight_OI: Tensor, quantization: str, power_I: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Return the tensors that stand for a matrix; `power_I` is as for `quantize`.
 
     Of 8 bits: codes, int8 [O, I], and scales, bfloat16 [O, G]. Of 4 bits: nibbles, uint8 [O, I / 2]
     (of two neighbours the first is in the lower half), scales, and minima like scales. A matrix
@@ -23,7 +25,7 @@ def store(name: str, weight_OI: Tensor, quantization: str) -> dict[str, Tensor]:
     """
     if quantization == "int4" and weight_OI.shape[1] % 2:
         return {name: weight_OI}
-    rounded = quantize(weight_OI, quantization)
+    rounded = quantize(weight_OI, quantization, power_I)
     scales = {name + SCALES: rounded.scales.bfloat16()}
     if rounded.minima is None:
         return {name + CODES: rounded.codes, **scales}

