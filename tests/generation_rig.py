@@ -9,7 +9,8 @@ from rose.runtime.decode import DecodeRuntime
 from rose.runtime.generation import Failed, GenerationLoop
 from rose.runtime.kv_cache import PagePool
 from rose.runtime.options import SamplingParams
-from rose.runtime.scheduler import Scheduler
+from rose.runtime.scheduler import SLOTS_PER_SEQUENCE, Scheduler
+from rose.runtime.snapshots import Snapshots
 
 
 @dataclass
@@ -38,6 +39,8 @@ class Rig:
         step_tokens=512,
         model_len=128,
         caching=True,
+        snapshots=0,
+        gap=4,
         depth=2,
         eos_ids=(),
         grammars=None,
@@ -45,7 +48,11 @@ class Rig:
         backend=None,
         dtype=torch.float32,
     ):
-        self.pool = PagePool(num_pages, page_size, prefix_caching=caching)
+        kept = None
+        if snapshots:
+            first = SLOTS_PER_SEQUENCE * seqs
+            kept = Snapshots(snapshots, first, gap=gap, interval=16 * page_size)
+        self.pool = PagePool(num_pages, page_size, prefix_caching=caching, snapshots=kept)
         self.scheduler = Scheduler(
             self.pool,
             max_num_seqs=seqs,
@@ -60,6 +67,7 @@ class Rig:
             num_pages=num_pages,
             page_size=page_size,
             num_slots=self.scheduler.num_slots,
+            num_snapshots=snapshots,
             eos_ids=eos_ids,
             dtype=dtype,
         )

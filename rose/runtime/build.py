@@ -24,8 +24,9 @@ from rose.runtime.graphs import GraphCache, WarmupShape
 from rose.runtime.kv_cache import PagePool
 from rose.runtime.kv_pool import allocate_pages, cache_budget, choose_num_pages
 from rose.runtime.memory import keep_freed_memory
-from rose.runtime.scheduler import Scheduler
+from rose.runtime.scheduler import SLOTS_PER_SEQUENCE, Scheduler
 from rose.runtime.scoring import ScoringModel
+from rose.runtime.snapshots import Snapshots
 from rose.runtime.state_pool import StateSize, fit_states
 from rose.runtime.structured import GrammarCompiler
 from rose.runtime.worker import DeviceWorker
@@ -264,9 +265,13 @@ def _generation(
         state_bytes=states.num_bytes,
     )
     log.info("KV cache: %d pages of %d tokens", num_pages - 1, PAGE_SIZE)
+    snapshots = None
+    if states.num_bytes:
+        first = SLOTS_PER_SEQUENCE * states.max_num_seqs
+        snapshots = Snapshots(states.num_snapshots, first)
     step_tokens = STEP_TOKENS_CPU if loaded.device.type == "cpu" else STEP_TOKENS_GPU
     scheduler = Scheduler(
-        PagePool(num_pages, PAGE_SIZE, prefix_caching=states.num_bytes == 0),
+        PagePool(num_pages, PAGE_SIZE, snapshots=snapshots),
         max_num_seqs=states.max_num_seqs,
         max_step_tokens=max(options.max_batch_tokens or step_tokens, states.max_num_seqs),
         max_model_len=loaded.card.max_model_len,
@@ -278,6 +283,7 @@ def _generation(
         worker,
         num_pages=num_pages,
         num_slots=scheduler.num_slots,
+        num_snapshots=states.num_snapshots,
         page_size=PAGE_SIZE,
         eos_ids=facts.eos_token_ids,
         dtype=loaded.dtype,
@@ -291,14 +297,19 @@ def _generation(
 def _state_size(loaded: LoadedModel, options: ModelOptions) -> StateSize:
     """Size the states of a model with layers that carry one from token to token, beside its pages.
 
-    Such a model finds no prefix in the cache: the state at its end is not kept.
+    Some more are kept for the prefix cache, at ends of pages.
     """
     specs = state_specs(loaded.backbone)
     if not specs:
-        return StateSize(options.max_num_seqs, 0)
+        return StateSize(options.max_num_seqs, 0, 0)
     budget = cache_budget(loaded.device, options.kv_cache_memory)
     size = fit_states(specs, loaded.dtype, options.max_num_seqs, budget)
-    log.info("states: %d bytes for %d sequences at once", size.num_bytes, size.max_num_seqs)
+    log.info(
+        "states: %d bytes for %d sequences at once and %d kept ones",
+        size.num_bytes,
+        size.max_num_seqs,
+        size.num_snapshots,
+    )
     return size
 
 

@@ -38,7 +38,7 @@ from rose.runtime.sampling_plan import (
     unpack,
 )
 from rose.runtime.sequence import PlanRow, Sequence, StepPlan
-from rose.runtime.state_pool import allocate_states
+from rose.runtime.state_pool import allocate_states, copy_states
 from rose.runtime.worker import DeviceWorker
 
 LOGITS_BYTES = 64 << 20  # logits of prompt positions are computed in chunks of at most this size
@@ -87,6 +87,7 @@ class DecodeRuntime:
         num_pages: int,
         num_slots: int,
         page_size: int = 16,
+        num_snapshots: int = 0,
         eos_ids: Iterable[int] = (),
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
@@ -100,6 +101,7 @@ class DecodeRuntime:
             num_pages: pages of the pool, the reserved page 0 included.
             num_slots: rows of per-sequence state: `Scheduler.num_slots`.
             page_size: tokens of a page.
+            num_snapshots: states that the prefix cache can keep, of a model that has any.
             eos_ids: the checkpoint's end tokens.
             dtype: dtype of keys and values, that of the hidden states.
             device: where it all happens.
@@ -123,13 +125,13 @@ class DecodeRuntime:
         )
         self._states: States | None = None
         if specs := state_specs(model.backbone):
-            self._states = allocate_states(specs, num_slots, dtype, self._device)
+            self._states = allocate_states(specs, num_slots + num_snapshots, dtype, self._device)
         self._last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=self._device)
         self._graphs: GraphCache[DecodeStep, Tensor] | None = None
 
     @property
     def has_states(self) -> bool:
-        """Whether layers carry a state, so that a sequence has to be computed from its start."""
+        """Whether layers carry a state, so that pages alone do not continue a sequence."""
         return self._states is not None
 
     @property
@@ -264,12 +266,17 @@ class DecodeRuntime:
         return self._model.backbone(tokens)
 
     def _recurrence(self, step: DecodeStep) -> RecurrentBatch | None:
-        """Plan the layers that carry a state; a sequence at its first token starts from nothing."""
+        """Plan the layers that carry a state; a sequence at its first token starts from nothing.
+
+        One that starts from a cached prefix gets a copy of the state at its end.
+        """
         if self._states is None:
             return None
+        if step.restored is not None:
+            copy_states(self._states, *self._put(step.restored))
         lengths, totals = step.layout.query_lens, step.layout.kv_lens
         is_new = tuple(map(operator.eq, lengths, totals))
-        stored = StoredRows(self._states, step.state_rows, is_new)
+        stored = StoredRows(self._states, step.state_rows, is_new, step.marks)
         return RecurrentBatch(lengths, self._device, stored)
 
     def _carry(self, step: DecodeStep, input_ids: Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rose.kernels.attention.base import PagedLayout
-from rose.kernels.recurrence import PADDING_ROW
+from rose.kernels.recurrence import PADDING_ROW, Mark
 from rose.runtime.sampling_plan import SamplingBatch, SamplingState
 from rose.runtime.sequence import PlanRow, StepPlan
 from rose.runtime.state_pool import state_row
@@ -37,6 +37,8 @@ class DecodeStep:
     positions: Tensor  # int64 [T]
     layout: PagedLayout
     state_rows: tuple[int, ...]  # of each sequence, in the state pool if there is one
+    marks: tuple[tuple[Mark, ...], ...]  # states to keep, of each sequence; empty if there are none
+    restored: Tensor | None  # int64 [2, N]: row of a kept state, row of the sequence that needs it
     carried: Tensor | None  # int64 [2, N]: index among the tokens, slot
     sampled: Tensor | None  # int64 [2, S]: index among the tokens, slot
     sampled_rows: list[int]
@@ -84,6 +86,8 @@ def prepare_step(
         positions=torch.from_numpy(positions),
         layout=layout,
         state_rows=tuple(state_row(row.sequence.slot) for row in rows),
+        marks=tuple(map(_marks, rows)) if any(row.kept for row in rows) else (),
+        restored=_restored(rows),
         carried=_places([(i, row) for i, row in enumerate(rows) if not row.is_known], ends),
         sampled=_places(sampled, ends),
         sampled_rows=[i for i, _ in sampled],
@@ -110,6 +114,8 @@ def padding_step(size: int) -> DecodeStep:
         positions=zeros,
         layout=layout,
         state_rows=(PADDING_ROW,) * size,
+        marks=(),
+        restored=None,
         carried=None,
         sampled=None,
         sampled_rows=[],
@@ -117,6 +123,20 @@ def padding_step(size: int) -> DecodeStep:
         sampling=None,
         prompts=[],
     )
+
+
+def _marks(row: PlanRow) -> tuple[Mark, ...]:
+    return tuple(Mark(position - row.start, state_row(kept)) for position, kept in row.kept)
+
+
+def _restored(rows: list[PlanRow]) -> Tensor | None:
+    """int64 [2, N]: rows of the state pool to copy from, and to."""
+    pairs = [
+        (state_row(row.snapshot), state_row(row.sequence.slot))
+        for row in rows
+        if row.snapshot is not None
+    ]
+    return torch.tensor(pairs).t() if pairs else None
 
 
 def _block_table(rows: list[PlanRow]) -> npt.NDArray[np.int32]:

@@ -87,7 +87,9 @@ class GenerationLoop:
         With two steps in flight the device finds the next one ready when it ends one. With one,
         no step is in vain when a sequence ends, and a newcomer waits for one step less.
         """
-        assert not (runtime.has_states and scheduler.pool.caching), "no prefix has its state"
+        pool = scheduler.pool
+        stateless = pool.caching and pool.snapshots is None
+        assert not (runtime.has_states and stateless), "no prefix has its state"
         self._runtime = runtime
         self._scheduler = scheduler
         self._grammars = grammars

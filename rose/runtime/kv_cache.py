@@ -12,12 +12,17 @@ they are, so no hash has to be trusted: a collision costs time, never a wrong pa
 the serial number of the page before (given at registration, never used twice), or the salt of the
 request for a first page. The same tokens after another prefix, or with another salt, are another
 page; a pool belongs to one model, so models cannot meet in it.
+
+A model whose layers carry a state goes on from cached pages only where the state at their end was
+kept, see `rose.runtime.snapshots`. A snapshot belongs to a page and goes with it.
 """
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import NamedTuple
+
+from rose.runtime.snapshots import Snapshots
 
 Parent = int | str
 """The serial number of the page before, or the salt where there is none."""
@@ -40,29 +45,48 @@ class CachedPage(NamedTuple):
 
 
 class CachedPrefix(NamedTuple):
-    """Pages that hold the head of a prompt, and the parent of the page that comes next."""
+    """Pages that hold the head of a prompt, and the parent of the page that comes next.
+
+    `snapshot` is the row of the state at their end, where the model needs one. `known` counts the
+    pages that are cached: more than `pages` where no state was kept at the end of the others.
+    """
 
     pages: list[int]
     parent: Parent
+    snapshot: int | None
+    known: int
 
 
 class PagePool:
     """Hands out pages, counts references, and finds full pages again."""
 
-    def __init__(self, num_pages: int, page_size: int, *, prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        prefix_caching: bool = True,
+        snapshots: Snapshots | None = None,
+    ) -> None:
         """Manage `num_pages` pages (the reserved one included) of `page_size` tokens.
 
+        `snapshots` are the states of a model that cannot go on from pages alone.
+
         Raises:
-            ValueError: there is no page left to hand out, or pages hold nothing.
+            ValueError: there is no page left to hand out, pages hold nothing, or snapshots would
+                not lie at their ends.
         """
         if num_pages < 2 or page_size < 1:
             raise ValueError(
                 f"num_pages is {num_pages} and page_size {page_size}: a pool needs the reserved "
                 "page and one more, and a page at least one token"
             )
+        if snapshots is not None and snapshots.interval(0) % page_size:
+            raise ValueError(f"page_size is {page_size}: snapshots lie at ends of pages")
         self.num_pages = num_pages
         self.page_size = page_size
         self.caching = prefix_caching
+        self.snapshots = snapshots
         self._refs = [0] * num_pages
         self._free = list(range(num_pages - 1, PADDING_PAGE, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -138,24 +162,34 @@ class PagePool:
     def find(self, token_ids: Sequence[int], salt: str, max_tokens: int) -> CachedPrefix:
         """Return the longest run of cached pages at the head of `token_ids`.
 
-        It covers `max_tokens` tokens at most, and ends at the first page that is missing. The
-        caller holds the pages by `share` before it allocates others.
+        It covers `max_tokens` tokens at most, and ends at the first page that is missing, or at the
+        last that has a snapshot where the model needs one. The caller holds the pages by `share`
+        before it allocates others.
         """
         pages: list[int] = []
-        parent: Parent = salt
+        parents: list[Parent] = [salt]
         for end in range(self.page_size, max_tokens + 1, self.page_size):
-            page = self._page_of.get(PageKey(parent, tuple(token_ids[end - self.page_size : end])))
+            tokens = tuple(token_ids[end - self.page_size : end])
+            page = self._page_of.get(PageKey(parents[-1], tokens))
             if page is None:
                 break
             pages.append(page)
-            parent = self._cached[page].serial
-        return CachedPrefix(pages, parent)
+            parents.append(self._cached[page].serial)
+        if self.snapshots is None:
+            return CachedPrefix(pages, parents[-1], None, len(pages))
+        for end, page in reversed(list(enumerate(pages, 1))):
+            if (row := self.snapshots.find(self._cached[page].serial)) is not None:
+                return CachedPrefix(pages[:end], parents[end], row, len(pages))
+        return CachedPrefix([], salt, None, len(pages))
 
-    def register(self, page: int, parent: Parent, tokens: Sequence[int]) -> Parent:
+    def register(
+        self, page: int, parent: Parent, tokens: Sequence[int], snapshot: int | None = None
+    ) -> Parent:
         """Let `page`, which is held and full, be found again; return the parent of the next page.
 
-        If another page with the same contents is known, that one stays the one to be found. A page
-        whose parent is gone cannot be found, so it is not registered.
+        If another page with the same contents is known, that one stays the one to be found, unless
+        nobody holds it: then `page` takes its place. A page whose parent is gone cannot be found,
+        so it is not registered. `snapshot` is a reserved row with the state at the end of the page.
         """
         assert self._refs[page] > 0, f"page {page} was registered while nobody holds it"
         assert len(tokens) == self.page_size, (
@@ -165,12 +199,17 @@ class PagePool:
         if not self.caching or orphan:
             return parent
         key = PageKey(parent, tuple(tokens))
-        if key not in self._page_of:
-            assert page not in self._cached, f"page {page} was registered twice"
-            self._page_of[key] = page
-            self._cached[page] = CachedPage(key, next(self._serials))
-            self._live_serials.add(self._cached[page].serial)
-        return self._cached[self._page_of[key]].serial
+        known = self._page_of.get(key)
+        if known is None:
+            self._enter(page, CachedPage(key, next(self._serials)))
+        elif known in self._idle:
+            del self._idle[known]
+            self._free.append(known)
+            self._enter(page, self._cached.pop(known))
+        serial = self._cached[self._page_of[key]].serial
+        if self.snapshots is not None and snapshot is not None:
+            self.snapshots.keep(snapshot, serial)
+        return serial
 
     def forget(self, pages: Iterable[int]) -> None:
         """Make sure that `pages`, which are held, are not found again."""
@@ -190,6 +229,14 @@ class PagePool:
         assert len(self._live_serials) == len(self._cached), "a serial number is used twice"
         assert self._idle.keys() <= self._cached.keys(), "an idle page cannot be found"
         assert not self._cached.keys() & set(self._free), "a free page can be found"
+        if self.snapshots is not None:
+            self.snapshots.check(self._live_serials)
+
+    def _enter(self, page: int, entry: CachedPage) -> None:
+        assert page not in self._cached, f"page {page} was registered twice"
+        self._page_of[entry.key] = page
+        self._cached[page] = entry
+        self._live_serials.add(entry.serial)
 
     def _retire(self, page: int) -> None:
         if page in self._cached:
@@ -207,3 +254,5 @@ class PagePool:
         if entry is not None:
             del self._page_of[entry.key]
             self._live_serials.remove(entry.serial)
+            if self.snapshots is not None:
+                self.snapshots.drop(entry.serial)

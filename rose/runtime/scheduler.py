@@ -11,16 +11,16 @@ up its pages, waits at its old place in the queue, and is computed again from it
 is never preempted for another, so it always gets on. The pages of a sequence that leaves go back
 when no step in flight uses them any more.
 
-When a step fails as a whole, nobody knows yet whose fault it is. Its sequences are computed again
-from their tokens, each in a step of its own until it has brought its next token: the one that
-fails there too ends by the error, the others have lost nothing but time.
+When a step fails as a whole, its sequences are computed again one by one, see
+`rose.runtime.trials`. Models whose layers carry a state start from a cached prefix where that was
+kept, see `rose.runtime.snapshots`; which positions are kept is chosen when a sequence is admitted.
 
 The length limit of a sequence, prompt and output together, is the lesser of `max_model_len` and
 the tokens that fit into the pool. A prompt is refused if it leaves no room for one output token; a
 `max_tokens` beyond the limit is not an error, the sequence then ends by "length" at the limit.
 """
 
-from bisect import bisect_left, insort
+from bisect import insort
 from collections.abc import Collection, Hashable
 from collections.abc import Sequence as SequenceOf
 from itertools import count
@@ -29,10 +29,9 @@ from operator import attrgetter
 from rose.runtime.errors import RequestError
 from rose.runtime.kv_cache import CachedPrefix, PagePool
 from rose.runtime.options import Priority, SamplingParams
+from rose.runtime.prefixes import Prefixes
 from rose.runtime.sequence import Finish, Outcome, PlanRow, Sequence, Status, StepPlan
-
-WORTH_WAITING_FOR = 64
-"""Tokens of a prompt from which on it waits for an equal one that is being computed."""
+from rose.runtime.trials import Trials
 
 BULK_HANDICAP = 256
 """Bulk work is served as if that many requests had come before it: later, but not never."""
@@ -80,8 +79,8 @@ class Scheduler:
         self._running: list[Sequence] = []  # by rank
         self._leaving: set[Sequence] = set()  # left, but a step in flight uses their pages
         self._slots = list(range(self.num_slots - 1, -1, -1))
-        self._suspect: set[int] = set()  # pages of sequences that failed, and their sharers'
-        self._scrub: list[int] = []
+        self._prefixes = Prefixes(pool)
+        self._trials = Trials(pool)
 
     @property
     def num_slots(self) -> int:
@@ -149,8 +148,7 @@ class Scheduler:
             self._take_up(plan, trial, self._max_step_tokens)
         if not plan.rows:
             return None
-        plan.scrub.extend(self._scrub)
-        self._scrub.clear()
+        plan.scrub.extend(self._trials.take_scrub())
         return plan
 
     def complete(
@@ -172,7 +170,7 @@ class Scheduler:
 
         A sequence that was alone in it ends by `error`; several are computed again, one by one.
         """
-        self._scrub.extend(page for page in plan.scrub if self.pool.is_free(page))
+        self._trials.scrub_again(plan)
         if len(plan.rows) == 1:
             return self.complete(plan, [error])
         for row in plan.rows:
@@ -196,6 +194,9 @@ class Scheduler:
         for sequence in set(self._waiting) - self._leaving:
             assert (sequence.pages, sequence.computed, sequence.in_flight) == ([], 0, 0)
         assert all(s.in_flight for s in self._leaving), "pages were not given back"
+        assert all(s.snapshot is None for s in holders), "a snapshot was not used"
+        if self.pool.snapshots is not None and not any(s.in_flight for s in holders):
+            assert self.pool.snapshots.num_reserved == 0, "a row was not given back"
 
     def _end_ids(self, params: SamplingParams) -> frozenset[int]:
         """Return what ends a sequence. A grammar ends by an end token, so it needs them."""
@@ -280,47 +281,17 @@ class Scheduler:
             return None
         if sequence in self._leaving:
             return None
-        prefix = self._find(sequence)
-        if self._is_coming(sequence, prefix) or not self._place(sequence, prefix):
+        prefix = self._prefixes.find(sequence)
+        if self._prefixes.is_coming(sequence, prefix, self._running) or not self._place(
+            sequence, prefix
+        ):
             return None
         del self._waiting[0]
         insort(self._running, sequence, key=_rank)
         sequence.status = Status.RUNNING
         sequence.slot = self._slots.pop()
+        self._prefixes.choose_marks(sequence, prefix, self._waiting)
         return sequence
-
-    def _find(self, sequence: Sequence) -> CachedPrefix:
-        """Find what is cached of a sequence, all but its last token: that brings the next one."""
-        limit = len(sequence.token_ids) - 1
-        if sequence.params.prompt_logprobs is not None:
-            limit = min(limit, sequence.prompt_rows)
-        return self.pool.find(sequence.token_ids, sequence.params.cache_salt, limit)
-
-    def _is_coming(self, sequence: Sequence, prefix: CachedPrefix) -> bool:
-        """Whether most of what a sequence lacks is being computed: a system prompt, n choices.
-
-        It then waits and finds the pages, instead of computing the same beside the other.
-        """
-        if not self.pool.caching or sequence.params.prompt_logprobs is not None:
-            return False
-        found = len(prefix.pages)
-        lacking = len(sequence.token_ids) - found * self.pool.page_size
-        for other in self._running:
-            if len(other.token_ids) // self.pool.page_size == other.registered:
-                continue  # all that it has can be found already
-            shared = self._shared_pages(sequence, other)
-            gain = (shared - found) * self.pool.page_size
-            if shared > other.registered and gain >= max(WORTH_WAITING_FOR, lacking / 2):
-                return True
-        return False
-
-    def _shared_pages(self, one: Sequence, other: Sequence) -> int:
-        """Count the leading full pages, but for the last token of `one`, that are equal."""
-        if one.params.cache_salt != other.params.cache_salt:
-            return 0
-        size, a, b = self.pool.page_size, one.token_ids, other.token_ids
-        most = min(len(a) - 1, len(b)) // size
-        return bisect_left(range(1, most + 1), True, key=lambda n: a[: n * size] != b[: n * size])
 
     def _place(self, sequence: Sequence, prefix: CachedPrefix) -> bool:
         """Share the pages found and allocate the rest; False, and no change, if too few.
@@ -340,6 +311,7 @@ class Scheduler:
         sequence.registered = len(prefix.pages)
         sequence.parent = prefix.parent
         sequence.computed = len(prefix.pages) * self.pool.page_size
+        sequence.snapshot = prefix.snapshot
         if sequence.cached_tokens is None:
             sequence.cached_tokens = sequence.computed
             self.hit_tokens += sequence.computed
@@ -371,11 +343,20 @@ class Scheduler:
         if sequence.params.prompt_logprobs is not None:
             prompt_rows = range(max(start, sequence.prompt_rows), min(end, sequence.prompt_len - 1))
             sequence.prompt_rows = max(sequence.prompt_rows, prompt_rows.stop)
-        index = sequence.num_outputs if samples else None
-        known = end <= len(sequence.token_ids)
         plan.rows.append(
-            PlanRow(sequence, start, num_tokens, index, prompt_rows, known, sequence.attempt)
+            PlanRow(
+                sequence=sequence,
+                start=start,
+                num_tokens=num_tokens,
+                output_index=sequence.num_outputs if samples else None,
+                prompt_rows=prompt_rows,
+                is_known=end <= len(sequence.token_ids),
+                attempt=sequence.attempt,
+                snapshot=sequence.snapshot,
+                kept=self._prefixes.keep(sequence, end),
+            )
         )
+        sequence.snapshot = None
         sequence.computed = end
         sequence.pending += samples
         sequence.in_flight += 1
@@ -388,16 +369,10 @@ class Scheduler:
         return outcome
 
     def _set_back(self, row: PlanRow) -> None:
-        """Let the sequence of a failed step start again from its tokens, on trial.
-
-        What the steps behind this one bring for it rests on what was not computed.
-        """
+        """Let the sequence of a failed step start again from its tokens, on trial."""
         sequence = row.sequence
         if row.is_wanted:
-            self._distrust(sequence)
-            sequence.attempt += 1
-            sequence.on_trial = True
-            sequence.pending = 0
+            self._trials.begin(sequence)
             if sequence.status is Status.RUNNING:
                 self._leave(sequence, Status.WAITING)
                 insort(self._waiting, sequence, key=_rank)
@@ -407,23 +382,19 @@ class Scheduler:
         """Note that a step in flight is done for a sequence."""
         sequence = row.sequence
         sequence.in_flight -= 1
+        self._prefixes.settle(row)
         if row.attempt != sequence.attempt and row.prompt_rows:
             sequence.prompt_rows = min(sequence.prompt_rows, row.prompt_rows.start)
         if sequence in self._leaving and sequence.in_flight == 0:
             self._give_back(sequence)
 
-    def _distrust(self, sequence: Sequence) -> None:
-        """Let nobody find the pages of a sequence, and zero them once nobody holds them."""
-        self.pool.forget(sequence.pages)
-        self._suspect.update(sequence.pages)
-
     def _advance(self, index: int, row: PlanRow, result: int | Exception | None) -> Outcome:
         sequence = row.sequence
         if isinstance(result, Exception):
-            self._distrust(sequence)
+            self._trials.distrust(sequence)
             self._leave(sequence, Status.FINISHED)
             return Outcome(index, sequence, None, error=result)
-        self._register(sequence, row.end)
+        self._prefixes.register(row)
         finish: Finish | None = None
         if result is not None:
             sequence.on_trial = False
@@ -433,14 +404,6 @@ class Scheduler:
         if finish is not None:
             self._leave(sequence, Status.FINISHED)
         return Outcome(index, sequence, result, finish)
-
-    def _register(self, sequence: Sequence, end: int) -> None:
-        """Offer the pages before position `end`, now computed and known, to the prefix cache."""
-        size = self.pool.page_size
-        for index in range(sequence.registered, end // size):
-            tokens = sequence.token_ids[index * size : (index + 1) * size]
-            sequence.parent = self.pool.register(sequence.pages[index], sequence.parent, tokens)
-            sequence.registered = index + 1
 
     def _leave(self, sequence: Sequence, status: Status) -> None:
         """Take a sequence out of its queue; its pages go back now or after the steps in flight."""
@@ -457,12 +420,13 @@ class Scheduler:
     def _give_back(self, sequence: Sequence) -> None:
         """Release what a sequence holds, and let it start again from its tokens."""
         self._leaving.discard(sequence)
-        freed = self._suspect.intersection(self.pool.release(sequence.pages))
-        self._suspect -= freed
-        self._scrub.extend(sorted(freed))
+        self._trials.release(sequence)
         if sequence.slot is not None:
             self._slots.append(sequence.slot)
         sequence.slot = None
         sequence.pages = []
+        sequence.snapshot = None
+        sequence.marks = set()
+        sequence.kept = []
         sequence.computed = sequence.registered = 0
         sequence.parent = sequence.params.cache_salt

@@ -15,6 +15,13 @@ from rose.runtime.options import Priority, SamplingParams
 Finish = Literal["stop", "length"]
 
 
+class KeptState(NamedTuple):
+    """A state to keep: that after the first `position` tokens of a sequence, in `row`."""
+
+    position: int
+    row: int
+
+
 class Status(Enum):
     """Where a sequence is."""
 
@@ -39,6 +46,9 @@ class Sequence:
         slot: index of its row in the device's state while it runs.
         registered: leading pages that were offered to the prefix cache; `parent` is the next
             one's.
+        snapshot: row of the state that its first step has to start from.
+        marks: positions ahead, or in flight, whose state is kept for others to start from.
+        kept: serial numbers of the cached pages at whose end its state was kept.
         cached_tokens: prompt tokens found in the prefix cache when it was first admitted.
         prompt_rows: leading prompt positions whose log-probabilities need no more computing.
         attempt: how often it was set back by a step that failed; what steps of an earlier attempt
@@ -66,6 +76,9 @@ class Sequence:
     in_flight: int = 0
     registered: int = 0
     parent: Parent = ""
+    snapshot: int | None = None
+    marks: set[int] = field(default_factory=set)
+    kept: list[int] = field(default_factory=list)
     cached_tokens: int | None = None
     prompt_rows: int = 0
     attempt: int = 0
@@ -106,14 +119,15 @@ class Sequence:
         return "length" if outputs >= self.max_outputs else None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRow:
     """Tokens of one sequence in a step: `num_tokens` from position `start` on.
 
     `output_index` counts the output token that its last row samples; None samples none.
     `prompt_rows` is the range of prompt positions whose log-probabilities are wanted. `is_known`
     is false for the token of a step in flight, of which the device alone knows the value.
-    `attempt` is the sequence's at the time of planning.
+    `attempt` is the sequence's at the time of planning. The sequence's state is that of the row
+    `snapshot` at first, unless that is None, and is copied where `kept` says.
     """
 
     sequence: Sequence
@@ -123,6 +137,8 @@ class PlanRow:
     prompt_rows: range
     is_known: bool
     attempt: int
+    snapshot: int | None
+    kept: tuple[KeptState, ...]
 
     @property
     def is_wanted(self) -> bool:

@@ -50,13 +50,14 @@ def greedy(folder, model):
 
 
 def rig(model, worker, **squeeze):
-    return Rig(model, worker, caching=False, eos_ids=[EOS], **squeeze)
+    squeeze = {"caching": squeeze.get("snapshots", 0) > 0} | squeeze
+    return Rig(model, worker, eos_ids=[EOS], **squeeze)
 
 
 @pytest.mark.parametrize(
     "squeeze",
-    [{}, {"step_tokens": 16}, {"depth": 1}, {"seqs": 2}],
-    ids=["plain", "chunks of 16", "one in flight", "two at once"],
+    [{}, {"step_tokens": 16}, {"depth": 1}, {"seqs": 2}, {"snapshots": 9, "step_tokens": 16}],
+    ids=["plain", "chunks of 16", "one in flight", "two at once", "prefix cache"],
 )
 def test_greedy_tokens_equal_transformers(model, greedy, worker, squeeze):
     outputs = rig(model, worker, **squeeze).run([(prompt, GREEDY) for prompt in PROMPTS])
@@ -75,6 +76,98 @@ def test_greedy_tokens_equal_transformers_under_page_pressure(model, greedy, wor
     outputs = served.run([(prompt, GREEDY) for prompt in PROMPTS])
     assert [output.tokens for output in outputs] == greedy
     assert served.loop.stats().preemptions > 0
+
+
+@pytest.mark.parametrize(
+    "squeeze",
+    [{}, {"step_tokens": 16}, {"num_pages": 30}, {"snapshots": 2}],
+    ids=["plain", "chunks of 16", "tiny pool", "few rows"],
+)
+def test_what_is_found_in_the_cache_changes_no_token(model, greedy, worker, squeeze):
+    """What was sent is sent again."""
+    served = rig(model, worker, **({"snapshots": 40} | squeeze))
+    for turn in range(3):
+        outputs = served.run([(prompt, GREEDY) for prompt in PROMPTS])
+        assert [output.tokens for output in outputs] == greedy
+        if turn and not squeeze:
+            hits = [(len(prompt) - 1) // 4 * 4 for prompt in PROMPTS]
+            assert [output.cached_tokens for output in outputs] == hits
+    stats = served.loop.stats()
+    assert stats.preemptions if "num_pages" in squeeze else stats.prefix_hit_tokens
+
+
+@pytest.fixture(scope="module")
+def branches(folder):
+    """Texts with a common head, and what transformers makes of them."""
+    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    rng = np.random.default_rng(3)
+    head = rng.integers(3, 70, 75).tolist()
+    prompts = [head + rng.integers(3, 70, 4 + 3 * n).tolist() for n in range(5)]
+    return prompts, [oracle_greedy(oracle, prompt, new=10) for prompt in prompts]
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("step_tokens", [24, 512])
+def test_texts_that_begin_alike(model, branches, worker, together, step_tokens):
+    prompts, wanted = branches
+    served = rig(model, worker, snapshots=20, step_tokens=step_tokens)
+    params = SamplingParams(temperature=0, max_tokens=10)
+    for turn, prompt in enumerate(prompts):
+        served.add(turn, prompt, params)
+        if not together:
+            served.drain()
+    outputs = served.drain()
+    assert [outputs[turn].tokens for turn in range(5)] == wanted
+    cached = [outputs[turn].cached_tokens for turn in range(5)]
+    assert cached == ([0, *[72] * 4] if together else [0, 64, *[72] * 3])
+
+
+def test_salts_keep_states_apart(model, greedy, worker):
+    served = rig(model, worker, snapshots=20)
+    prompt = max(PROMPTS, key=len)
+    cached = []
+    for turn, salt in enumerate(["a", "b", "a"]):
+        served.add(turn, prompt, SamplingParams(temperature=0, max_tokens=24, cache_salt=salt))
+        output = served.drain()[turn]
+        assert output.tokens == greedy[PROMPTS.index(prompt)]
+        cached.append(output.cached_tokens)
+    assert cached == [0, 0, (len(prompt) - 1) // 4 * 4]
+
+
+def test_preempted_sequences_start_from_kept_states(model, greedy, worker):
+    served = rig(model, worker, num_pages=20, snapshots=40)
+    restored = []
+    step = served.runtime.step
+    served.runtime.step = lambda plan: (
+        restored.extend(row.snapshot for row in plan.rows if row.snapshot is not None),
+        step(plan),
+    )[1]
+    outputs = served.run([(prompt, GREEDY) for prompt in PROMPTS])
+    assert [output.tokens for output in outputs] == greedy
+    assert served.loop.stats().preemptions > 0
+    assert restored
+
+
+def test_a_step_that_fails_leaves_no_state_behind(model, greedy, worker):
+    served = rig(model, worker, snapshots=20)
+    backbone, lengths = served.runtime._model.backbone.forward, []
+
+    def sometimes(batch):
+        hidden = backbone(batch)
+        lengths.append(len(batch.recurrence._lengths))
+        if lengths.count(8) in (2, 4) and lengths[-1] == 8:
+            raise RuntimeError("a step that failed")
+        return hidden
+
+    served.runtime._model.backbone.forward = sometimes
+    try:
+        for _ in range(3):
+            outputs = served.run([(prompt, GREEDY) for prompt in PROMPTS])
+            assert [output.tokens for output in outputs] == greedy
+    finally:
+        del served.runtime._model.backbone.forward
+    assert lengths.count(8) >= 4
+    assert lengths.count(1) > 8, "one by one"
 
 
 def test_a_long_prompt_in_pieces_beside_decodes(folder, model, worker):
@@ -96,8 +189,13 @@ def solo(model, worker):
 @pytest.mark.parametrize("count", [8, 16])
 @pytest.mark.parametrize(
     ("squeeze", "preempts"),
-    [({}, False), ({"step_tokens": 16}, False), ({"num_pages": 15}, True)],
-    ids=["plain", "chunks of 16", "tiny pool"],
+    [
+        ({}, False),
+        ({"step_tokens": 16}, False),
+        ({"num_pages": 15}, True),
+        ({"num_pages": 15, "snapshots": 20}, True),
+    ],
+    ids=["plain", "chunks of 16", "tiny pool", "tiny pool with kept states"],
 )
 def test_company_changes_no_token_and_no_log_probability(
     model, worker, solo, count, squeeze, preempts
@@ -173,7 +271,7 @@ def test_served_as_a_whole(tmp_path, kind):
         )
     )
     try:
-        assert not served.generation.scheduler.pool.caching
+        assert served.generation.scheduler.pool.caching
         assert not served.graphs
         loop = served.generation.make_loop()
         tokens = {}

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
-from rose.kernels.recurrence import RecurrentBatch, States, StateSpec, StoredRows
+from rose.kernels.recurrence import Mark, RecurrentBatch, States, StateSpec, StoredRows
 from rose.runtime.state_pool import allocate_states
 
 CPU = torch.device("cpu")
@@ -155,3 +155,44 @@ def test_a_failed_neighbour_is_not_felt(count):
     torch.testing.assert_close(out[:count], wanted, **CLOSE)
     torch.testing.assert_close(states.matrices[0][1], state, **CLOSE)
     assert out[count:].isnan().all()
+
+
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_a_kept_state_is_that_after_so_many_tokens(data):
+    """And whoever goes on from it computes what the sequence itself does."""
+    lengths = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=2))
+    cuts = [
+        sorted(
+            data.draw(st.sets(st.sampled_from([1, 2, 3, n // 2 + 1, n]), max_size=2))
+            & {*range(1, n + 1)}
+        )
+        for n in lengths
+    ]
+    inputs = tokens(sum(lengths), seed=5)
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randn(sum(lengths), 10, generator=generator)
+    weight = torch.randn(10, 4, generator=generator)
+    rows = iter(range(len(lengths) + 1, 99))
+    marks = tuple(tuple(Mark(cut, next(rows)) for cut in own) for own in cuts)
+    states = pool(len(lengths) + sum(map(len, cuts)))
+    slots = tuple(range(1, len(lengths) + 1))
+    stored = StoredRows(states, slots, (True,) * len(lengths), marks)
+    batch = RecurrentBatch(tuple(lengths), CPU, stored)
+    conv = batch.convolve(x, weight, SPEC).split(lengths)
+    out = batch.apply_delta_rule(*inputs, SPEC).split(lengths)
+    for i, own in enumerate(split(inputs, lengths)):
+        torch.testing.assert_close(out[i], alone(own)[0], **CLOSE)
+        own_x = x.split(lengths)[i]
+        for mark in marks[i]:
+            head = [part[: mark.offset] for part in own]
+            torch.testing.assert_close(states.matrices[0][mark.row], alone(head)[1], **CLOSE)
+            last = F.pad(own_x[: mark.offset], (0, 0, 3, 0))[-3:]
+            assert torch.equal(states.conv[0][mark.row], last)
+        if marks[i] and marks[i][-1].offset < lengths[i]:
+            cut, row = marks[i][-1]
+            rest = RecurrentBatch((lengths[i] - cut,), CPU, StoredRows(states, (row,), (False,)))
+            assert torch.equal(rest.convolve(own_x[cut:], weight, SPEC), conv[i][cut:])
+            found = rest.apply_delta_rule(*(part[cut:] for part in own), SPEC)
+            torch.testing.assert_close(found, out[i][cut:], atol=1e-6, rtol=1e-5)
+    assert states.matrices[0][0].isnan().all(), "row 0 is for padding"

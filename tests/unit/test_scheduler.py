@@ -85,9 +85,17 @@ class Rig:
     """Scheduler and fake device with up to two steps in flight."""
 
     def __init__(
-        self, num_pages=9, page_size=4, seqs=4, tokens=16, model_len=64, caching=True, depth=2
+        self,
+        num_pages=9,
+        page_size=4,
+        seqs=4,
+        tokens=16,
+        model_len=64,
+        caching=True,
+        depth=2,
+        snapshots=None,
     ):
-        self.pool = PagePool(num_pages, page_size, prefix_caching=caching)
+        self.pool = PagePool(num_pages, page_size, prefix_caching=caching, snapshots=snapshots)
         self.scheduler = Scheduler(
             self.pool,
             max_num_seqs=seqs,
@@ -603,7 +611,7 @@ class WaitingSchedulerMachine(SchedulerMachine):
     def __init__(self):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr("rose.runtime.scheduler.WORTH_WAITING_FOR", 2)
+        self.patch.setattr("rose.runtime.prefixes.WORTH_WAITING_FOR", 2)
 
     def teardown(self):
         super().teardown()
