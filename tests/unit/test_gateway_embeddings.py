@@ -185,7 +185,7 @@ def test_encodings_that_imply_a_dtype(http, encoding, dtype, expected):
         ({"dimensions": 17}, "dimensions"),
         ({"dimensions": 10**25}, "dimensions"),
         ({"dimensions": "8"}, "dimensions"),
-        ({"dimensions": 8.0}, "dimensions"),
+        ({"dimensions": 8.5}, "dimensions"),
         ({"dimensions": True}, "dimensions"),
         ({"normalize": 1}, "normalize"),
         ({"truncate": "MIDDLE"}, "truncate"),

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rose.serving.client_api import EngineError
-from rose.serving.gateway.body import LARGE_BYTES, check_content_type, read_body
+from rose.serving.gateway.body import LARGE_BYTES, SMALL_BYTES, check_content_type, read_body
 from rose.serving.gateway.errors import ApiError, bad_request, from_engine
 from rose.serving.gateway.gateway import Gateway
 from rose.serving.gateway.json_guard import decode
@@ -60,20 +60,27 @@ class Call(Generic[BodyT]):
         request: Path parameters and headers; the body has been read.
         body: The parsed body; None for a route without.
         exchange: Request id and start.
-        is_large: Whether the body is so large that work on it takes its time.
+        size: Bytes of the body as it came.
     """
 
     gateway: Gateway
     request: Request
     body: BodyT
     exchange: Exchange
-    is_large: bool = False
+    size: int = 0
 
     async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs CPU work off the event loop."""
-        pool = self.gateway.heavy_pool if self.is_large else self.gateway.pool
+        is_large = self.size > LARGE_BYTES
+        pool = self.gateway.heavy_pool if is_large else self.gateway.pool
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(pool, partial(work, *args, **kwargs))
+
+    async def tokenize(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs work on the texts of the body: off the event loop, unless they are short."""
+        if self.size <= SMALL_BYTES:
+            return work(*args, **kwargs)
+        return await self.in_thread(work, *args, **kwargs)
 
     def time_left_s(self) -> float | None:
         """Seconds until the request's deadline; None if it has none."""
@@ -149,8 +156,8 @@ class Endpoint:
     async def _decode_and_handle(
         self, request: Request, raw: bytes, exchange: Exchange
     ) -> Response:
-        call: Call[Any] = Call(self.gateway, request, None, exchange, len(raw) > LARGE_BYTES)
-        if call.is_large:
+        call: Call[Any] = Call(self.gateway, request, None, exchange, len(raw))
+        if call.size > LARGE_BYTES:
             body = await call.in_thread(decode, raw, self.decoder)
         else:
             body = decode(raw, self.decoder)

@@ -144,7 +144,7 @@ async def embed(
     options = options_of(body, card.embedding, gateway.settings)
     tokenizer = await model.tokenizer(gateway.pool)
     started = time.perf_counter()
-    work = await call.in_thread(prepare, body, card, tokenizer, gateway.settings)
+    work = await call.tokenize(prepare, body, card, tokenizer, gateway.settings)
     _check_sizes(work.ids, outputs, card.embedding, sparse=sparse)
     gateway.metrics.tokenized(model.name, started)
     answer = await model.client.embed(
