@@ -26,3 +26,4 @@ def models(
     typer.echo(f"{'architecture':{width}}  tasks")
     for name, can in tasks.items():
         typer.echo(f"{name:{width}}  {', '.join(can)}")
+    typer.echo("Each can also be the backbone of a late-interaction model (ColBERT): embed, score.")
