@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 SATURATION_TOLERANCE = 0.05
 SATURATION_BUDGET_S = 0.5
 SATURATION_SIZES = (128, 256, 512, 1024, 2048, 4096, 8192)
-DEFAULT_SATURATION = 512
+LEAST_SATURATION = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +279,8 @@ class EmbeddingRuntime:
         """Find the batch size, in tokens, from which larger batches hardly gain throughput.
 
         It is the smallest size within 5 % of the best tokens per second, of the doublings that the
-        time budget allows; where that is over before 512 tokens, 512.
+        time budget allows, but not below 512 tokens: what a batch costs beside its tokens is more
+        than the measurement can tell apart there.
         """
         rates: dict[int, float] = {}
         began = time.perf_counter()
@@ -290,8 +291,7 @@ class EmbeddingRuntime:
                 break
         best = max(rates.values())
         chosen = min(n for n, rate in rates.items() if rate >= (1 - SATURATION_TOLERANCE) * best)
-        if max(rates) < DEFAULT_SATURATION:
-            chosen = DEFAULT_SATURATION
+        chosen = max(chosen, LEAST_SATURATION)
         log.info("saturation point: %d tokens a batch (best %.0f tokens/s)", chosen, best)
         return chosen
 

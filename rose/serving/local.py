@@ -81,7 +81,7 @@ class Engine(ScoreMethods, TypeMethods):
                 checkpoint says.
             attention: name of an attention back end, or "auto".
             max_model_len: longest input in tokens; None is what the checkpoint says.
-            max_batch_tokens: tokens of a batch; None measures what is best, in about a second.
+            max_batch_tokens: tokens of a batch; None measures what is best, in half a second.
             max_num_seqs: sequences that are generated at one time.
             kv_cache_memory: bytes for keys and values; None is a share of the free memory.
             tasks: "embed", "generate", "score", "classify"; none is what the checkpoint is for.
