@@ -21,7 +21,7 @@ from rose.models.plan import Plan, plan_checkpoint
 from rose.models.quantized import CONFIG_KEY, METHOD, VERSION, check_tasks
 from rose.models.quantizing import MAX_LEN, prepare_loaded
 from rose.models.sample_texts import encode_samples, input_power
-from rose.models.stored_codes import store
+from rose.models.stored_codes import PowerOfRows, store
 from rose.models.tensors import open_tensors
 from rose.models.tokenizer import read_tokenizer_json
 from rose.models.weights import NamedTensors, fill, name_tensors, wanted_parts
@@ -97,12 +97,11 @@ def _round(plan: Plan, quantization: str, progress: Progress | None) -> dict[str
     named = name_tensors(open_tensors(plan.core), wanted_parts(module), plan.architecture.fused)
     if plan.tie_embeddings:
         share_stored_embedding(named)
-    matrices = dict(_matrices(module.modules(), named))
-    kinds = {named.names[name]: quantization for name in matrices}
+    power = _power(plan, module, named) if quantization == "int4" else {}
+    powers = _powers_of_rows(module.modules(), named, power)
+    kinds = dict.fromkeys(powers, quantization)
     if "generate" in plan.tasks:
         kinds[named.names[_head(plan, named)]] = "int8"  # as `CausalLM` wants it
-    power = _power(plan, module, named) if quantization == "int4" else {}
-    powers = {named.names[name]: power.get(module) for name, module in matrices.items()}
     stored, everything = {}, list(named.tensors)
     for done, name in enumerate(everything):
         if progress is not None:
@@ -110,7 +109,7 @@ def _round(plan: Plan, quantization: str, progress: Progress | None) -> dict[str
         tensor = named.tensors.get(name)
         parts = {name: tensor}
         if name in kinds:
-            parts = store(name, tensor, kinds[name], powers.get(name))
+            parts = store(name, tensor, kinds[name], powers.get(name, ()))
         stored.update({key: value.contiguous().clone() for key, value in parts.items()})
     return stored
 
@@ -124,13 +123,20 @@ def _power(plan: Plan, module: nn.Module, named: NamedTensors) -> "Mapping[nn.Mo
     return input_power(backbone, texts)
 
 
-def _matrices(modules: Iterator[nn.Module], named: NamedTensors) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the model's names of what its projections are filled from."""
+def _powers_of_rows(
+    modules: Iterator[nn.Module], named: NamedTensors, power: "Mapping[nn.Module, Tensor]"
+) -> dict[str, list[PowerOfRows]]:
+    """Return the powers of all stored tensors that fill projections, where they are known."""
+    found: dict[str, list[PowerOfRows]] = {}
     for module in modules:
         if isinstance(module, Projection):
             for part in module.slots["weight"]:
-                stored = named.rows[part.name].whole if part.name in named.rows else part.name
-                yield stored, module
+                whole, start, stop = part.name, 0, part.shape[0]
+                if part.name in named.rows:
+                    whole, start, stop, _ = named.rows[part.name]
+                rows = PowerOfRows(start, stop, power.get(module))
+                found.setdefault(named.names[whole], []).append(rows)
+    return found
 
 
 def _head(plan: Plan, named: NamedTensors) -> str:

@@ -1,17 +1,15 @@
 """A mixture of experts: each token passes through a few gated MLPs of many.
 
-Shape letters: T tokens of the batch, C channels, I intermediate size of an expert, E experts,
-K experts of a token, N tokens of an expert.
+Shape letters: T tokens of the batch, C channels, E experts, K experts of a token, N tokens of an
+expert.
 """
 
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rose.kernels.activation import gated
-from rose.models.layers import Linear, Part, WeightedModule, known_activation
+from rose.models.layers import GatedLinear, Linear
 
 if TYPE_CHECKING:
     from rose.models.decoder_config import DecoderConfig, Experts
@@ -26,7 +24,11 @@ class SparseMLP(nn.Module):
         self.per_token = experts.per_token
         self.renormalize = experts.renormalize
         self.router = Linear(f"{name}.gate", config.hidden_size, experts.count, bias=False)
-        self.experts = ExpertWeights(f"{name}.experts", config, experts)
+        size, inner = config.hidden_size, experts.intermediate_size
+        self.experts = nn.ModuleList(
+            Expert(f"{name}.experts.{index}", size, inner, config.activation)
+            for index in range(experts.count)
+        )
 
     def forward(self, x_TC: Tensor) -> Tensor:
         """Return [T, C].
@@ -38,13 +40,13 @@ class SparseMLP(nn.Module):
         order = chosen_TK.flatten().argsort(stable=True)
         token_of = order // self.per_token
         share_of = shares_TK.flatten()[order].unsqueeze(1)
-        counts = torch.bincount(chosen_TK.flatten(), minlength=self.experts.count).tolist()
+        counts = torch.bincount(chosen_TK.flatten(), minlength=len(self.experts)).tolist()
         out_TC = torch.zeros_like(x_TC)
         start = 0
         for expert, count in enumerate(counts):
             if count:
                 rows = token_of[start : start + count]
-                y_NC = self.experts(x_TC.index_select(0, rows), expert)
+                y_NC = self.experts[expert](x_TC.index_select(0, rows))
                 out_TC.index_add_(0, rows, y_NC * share_of[start : start + count])
                 start += count
         return out_TC
@@ -58,26 +60,16 @@ class SparseMLP(nn.Module):
         return shares_TK.to(x_TC.dtype), chosen_TK
 
 
-class ExpertWeights(WeightedModule):
-    """The gated MLPs of all experts."""
+class Expert(nn.Module):
+    """A gated MLP."""
 
-    gate_up: Tensor  # [E * 2 I, C]
-    down: Tensor  # [E * C, I]
-
-    def __init__(self, name: str, config: "DecoderConfig", experts: "Experts") -> None:
-        """Declare the weights, those of one expert behind those of the other."""
+    def __init__(self, name: str, size: int, inner: int, activation: str) -> None:
+        """Declare the projections."""
         super().__init__()
-        size, inner = config.hidden_size, experts.intermediate_size
-        self.count = experts.count
-        self.activation = known_activation(config.activation)
-        names = [f"{name}.{index}" for index in range(experts.count)]
-        pairs = [f"{expert}.{part}_proj.weight" for expert in names for part in ("gate", "up")]
-        self.declare("gate_up", *(Part(weight, (inner, size)) for weight in pairs))
-        downs = [f"{expert}.down_proj.weight" for expert in names]
-        self.declare("down", *(Part(weight, (size, inner)) for weight in downs))
+        packed = (f"{name}.gate_proj", f"{name}.up_proj")
+        self.gate_up = GatedLinear(*packed, size, inner, bias=False, activation=activation)
+        self.down = Linear(f"{name}.down_proj", inner, size, bias=False)
 
-    def forward(self, x_NC: Tensor, expert: int) -> Tensor:
-        """Return what one expert makes of its tokens, [N, C]."""
-        gate_up = self.gate_up.unflatten(0, (self.count, -1))[expert]
-        down = self.down.unflatten(0, (self.count, -1))[expert]
-        return F.linear(gated(F.linear(x_NC, gate_up), self.activation), down)
+    def forward(self, x_NC: Tensor) -> Tensor:
+        """Return what the expert makes of its tokens, [N, C]."""
+        return self.down(self.gate_up(x_NC))

@@ -42,6 +42,7 @@ TEXTS = (
     "What is the difference between a virus and a bacterium, and why do antibiotics help against "
     "only one of them? Explain it in simple words to a child of ten years, with an example.",
 )
+_ENOUGH = 16  # tokens, to know what an expert is given
 
 
 def encode_samples(tokenizer_json: bytes, vocab_size: int, max_len: int) -> list[list[int]]:
@@ -80,14 +81,16 @@ def pack(backbone: Backbone, texts: Sequence[Sequence[int]]) -> tuple[TokenBatch
 def input_power(backbone: Backbone, texts: Sequence[Sequence[int]]) -> dict[nn.Module, Tensor]:
     """Return the mean squares of what each projection of a backbone is given: float32 [I].
 
+    Experts that too few tokens come to are left out.
+
     Args:
         backbone: in float32 on a CPU, not yet prepared.
         texts: token ids.
     """
     assert isinstance(backbone, nn.Module)
-    sums: dict[nn.Module, Tensor] = {}
+    found: dict[nn.Module, tuple[int, Tensor]] = {}
     hooks = [
-        module.register_forward_pre_hook(_adding(sums))
+        module.register_forward_pre_hook(_noting(found))
         for module in backbone.modules()
         if isinstance(module, Projection)
     ]
@@ -97,14 +100,15 @@ def input_power(backbone: Backbone, texts: Sequence[Sequence[int]]) -> dict[nn.M
     finally:
         for hook in hooks:
             hook.remove()
-    return {module: total / len(batch.input_ids) for module, total in sums.items()}
+    enough = min(_ENOUGH, len(batch.input_ids))
+    return {module: power_I for module, (count, power_I) in found.items() if count >= enough}
 
 
-def _adding(
-    sums: dict[nn.Module, Tensor],
+def _noting(
+    found: dict[nn.Module, tuple[int, Tensor]],
 ) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-    def add(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        power_I = inputs[0].flatten(0, -2).square().sum(0)
-        sums[module] = sums[module] + power_I if module in sums else power_I
+    def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        x_NI = inputs[0].flatten(0, -2)
+        found[module] = (len(x_NI), x_NI.square().mean(0))  # a pass calls each of them once
 
-    return add
+    return note

@@ -23,7 +23,7 @@ FUSED = {
     *("bert", "distilbert", "gte", "mpnet", "nomic_bert", "roberta", "xlm-roberta"),
     *("gemma", "llama", "mistral", "phi3", "qwen2", "qwen3"),
 }
-EXPERTS_BY_TORCH = {"qwen3_moe"}  # whose bits depend on how many tokens an expert has
+WITH_EXPERTS = {"qwen3_moe"}
 CACHED = sorted(tiny.DECODERS)
 
 
@@ -74,10 +74,7 @@ def test_states_are_those_of_torch_whatever_the_batch(tmp_path, kind, monkeypatc
     for ids, state, wanted in zip(texts, together, expected, strict=True):
         torch.testing.assert_close(state, wanted, atol=5e-5, rtol=1e-5)
         [alone] = states_by_kernels(model, [ids], monkeypatch)
-        if kind in EXPERTS_BY_TORCH:
-            torch.testing.assert_close(state, alone, atol=5e-5, rtol=1e-5)
-        else:
-            assert torch.equal(state, alone)
+        assert torch.equal(state, alone)
 
 
 @pytest.mark.parametrize("kind", CACHED)
@@ -88,7 +85,7 @@ def test_states_do_not_depend_on_chunks_and_pages(tmp_path, kind, steps, monkeyp
     whole = states_by_kernels(model, texts, monkeypatch)
     monkeypatch.setattr(batches, "reference_backend", BACKENDS.load("cpu"))
     for paged, state in zip(run_paged(model.backbone, texts, steps), whole, strict=True):
-        if kind in EXPERTS_BY_TORCH:
+        if kind in WITH_EXPERTS:
             torch.testing.assert_close(paged, state, atol=5e-5, rtol=1e-5)
         else:
             assert torch.equal(paged, state)
@@ -122,7 +119,7 @@ def test_which_layers_are_one_kernel(tmp_path, kind):
     if kind in FUSED:
         assert layers
         assert all(layer.block is not None for layer in layers)
-    elif kind not in EXPERTS_BY_TORCH:  # which has a layer with an MLP
+    elif kind not in WITH_EXPERTS:  # which has a layer with an MLP
         assert all(layer.block is None for layer in layers)
 
 

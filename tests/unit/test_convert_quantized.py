@@ -13,7 +13,7 @@ from rose.kernels.cpu import load_library
 from rose.kernels.quantization import quantize
 from rose.models.errors import CheckpointError, ConvertError
 from rose.models.loader import load
-from rose.models.stored_codes import store
+from rose.models.stored_codes import PowerOfRows, _read, store
 from rose.serving import cli
 from tests import tiny
 
@@ -61,7 +61,7 @@ def test_an_embedder_answers_as_with_the_option(tmp_path, kind):
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-@pytest.mark.parametrize("kind", ["llama", "phi3", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("kind", ["llama", "phi3", "qwen3", "gemma3_text", "qwen3_moe"])
 def test_an_llm_answers_as_with_the_option(tmp_path, kind, quantization):
     source = tiny.save_decoder(tmp_path / "plain", kind)
     out = convert(source, tmp_path / "out", quantization)
@@ -98,6 +98,17 @@ def test_odd_matrices_stay_as_they_are():
     assert torch.equal(codes["w_codes"], quantize(weight, "int8").codes)
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_experts_that_are_stored_as_one_are_rounded_one_by_one(kind):
+    weight, power = torch.randn(2, 6, 64), torch.rand(64) ** 4
+    parts = store("w", weight, kind, [PowerOfRows(6, 12, power)])
+    names = [f"w_{part}" for part in ("codes", "nibbles", "scales", "minima")]
+    stored = [name for name in names if name in parts]
+    found = _read(tuple(stored), *(parts[name] for name in stored))
+    for expert, known in enumerate((None, power)):
+        assert torch.equal(found[expert], quantize(weight[expert], kind, known).dequantize())
+
+
 def test_inspect_shows_what_is_stored(tmp_path, capsys):
     out = convert(tiny.save_decoder(tmp_path / "plain", "llama"), tmp_path / "out", "int4")
     assert rose("inspect", out, "--json") == 0
@@ -124,7 +135,7 @@ def spoil(path, change):
         ),
         (
             lambda t: t.update({"lm_head.weight_codes": t["lm_head.weight_codes"].short()}),
-            "two dimensions of int8 or uint8 are expected",
+            "rows of int8 or uint8 are expected",
         ),
         (
             lambda t: t.update({"extra_codes": t["lm_head.weight_codes"].clone()}),

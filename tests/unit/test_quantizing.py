@@ -75,7 +75,7 @@ def test_samples_are_what_the_model_takes(llama):
 
 def test_the_power_of_inputs_is_that_of_all_tokens(llama):
     backbone = load(llama, tasks=("generate",)).backbone
-    texts = [[1, 2, 3], [4, 5, 6, 7, 8]]
+    texts = [[1, 2, 3], [4, 5, 6, 7, 8]]  # all of them are enough
     together = input_power(backbone, texts)
     alone = [input_power(backbone, [text]) for text in texts]
     assert len(together) == 4 * len(backbone.layers)
