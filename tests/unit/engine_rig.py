@@ -97,10 +97,9 @@ class RunningEngine:
 
 
 @asynccontextmanager
-async def engine(runtime, address, *, budget=32, tokenizer_json=b"{}", **options):
-    running = RunningEngine(
-        served_by(runtime, budget, tokenizer_json=tokenizer_json), address, **options
-    )
+async def engine(runtime, address, *, budget=32, tokenizer_json=b"{}", card=CARD, **options):
+    served = served_by(runtime, budget, tokenizer_json=tokenizer_json, card=card)
+    running = RunningEngine(served, address, **options)
     try:
         yield running.server
     finally:

@@ -5,14 +5,18 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
+from rose.models.card import LateInteraction, QueryExpansion
 from rose.runtime.options import EmbedOptions
 from rose.runtime.queue import EmbedJob, EmbedQueue
 from rose.runtime.spans import Spans
 from rose.serving import protocol
 from rose.serving.client_api import EngineError
 from rose.serving.replicas import ReplicaSet
-from tests.unit.engine_rig import NAN_ID, ToyRuntime, connected, drive, engine, raw, texts
+from tests.unit.engine_rig import CARD, NAN_ID, ToyRuntime, connected, drive, engine, raw, texts
+
+MANY = replace(CARD, embedding=replace(CARD.embedding, outputs=("dense", "sparse", "multi_vector")))
 
 
 class SpanRuntime(ToyRuntime):
@@ -124,6 +128,84 @@ def test_spans_that_would_hurt_others_are_refused(runtime, address, frames):
             assert answer.vectors.tolist() == [[5, 1, 0]]
 
     drive(scenario)
+
+
+def test_several_outputs_come_of_one_pass_in_their_order(runtime, address):
+    async def scenario():
+        async with engine(runtime, address, card=MANY), connected(address) as client:
+            await client.wait_ready()
+            ids = texts(*[[i, 1, 2, 3, 4][: i % 4 + 2] for i in range(40)])
+            outputs = ("multi_vector", "text", "token_weights")
+            for asked in (client, ReplicaSet([client])):
+                answer = await asked.embed(ids, EmbedOptions(), outputs=outputs)
+                tokens, whole, weights = answer.vectors, *answer.more
+                assert tokens.tolist() == weights.tolist() == [[i, 1, 2] for r in ids for i in r]
+                assert whole.tolist() == [[row.sum(), len(row), 0] for row in ids]
+            options = EmbedOptions(output_dtype="float16", dimensions=2)
+            answer = await client.embed(ids, options, outputs=("text", "hidden_states"))
+            assert (answer.vectors.dtype, answer.vectors.shape) == (np.float16, (40, 2))
+            assert (answer.more[0].dtype, answer.more[0].shape[1]) == (np.float32, 3)
+            broken = texts([1, 2], [3, NAN_ID])
+            with pytest.raises(EngineError, match="NaN") as failed:
+                await client.embed(broken, EmbedOptions(), outputs=("text", "multi_vector"))
+            assert failed.value.field == "input[1]"
+
+    drive(scenario)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "spans", "field"),
+    [
+        ((), None, "output_types"),
+        (("text", "text"), None, "output_types"),
+        (("multi_vector",), None, "model"),
+        (("text", "token_weights"), None, "model"),
+        (("hidden_states",), [[(0, 1)]], None),
+    ],
+)
+def test_outputs_that_there_are_not_are_refused(runtime, address, outputs, spans, field):
+    async def scenario():
+        async with engine(runtime, address), connected(address) as client:
+            await client.wait_ready()
+            given = None if spans is None else bounds(*spans)
+            with pytest.raises(EngineError) as failed:
+                await client.embed(texts([5]), EmbedOptions(), outputs=outputs, spans=given)
+            assert (failed.value.kind, failed.value.field) == ("bad_request", field)
+            assert (await client.embed(texts([5]), EmbedOptions())).vectors.tolist() == [[5, 1, 0]]
+
+    drive(scenario)
+
+
+FILL = 900
+UNSEEN = replace(
+    MANY,
+    embedding=replace(
+        MANY.embedding,
+        late=LateInteraction(
+            query_length=8, document_length=8, expansion=QueryExpansion(token=FILL, length=8)
+        ),
+    ),
+)
+
+
+def test_what_fills_queries_up_is_told_to_the_runtime(runtime, address):
+    seen = []
+    compute = runtime.output
+    runtime.output = lambda batch, output: seen.append(batch.unseen) or compute(batch, output)
+
+    async def scenario():
+        async with engine(runtime, address, card=UNSEEN), connected(address) as client:
+            await client.wait_ready()
+            asked = {"outputs": ("multi_vector",)}
+            ids = texts([1, 2, FILL], [FILL, FILL, FILL], [FILL, 3])
+            await client.embed(ids, EmbedOptions(), queries=True, **asked)
+            await client.embed(ids, EmbedOptions(), **asked)
+            await client.embed(texts([1, 2]), EmbedOptions(), queries=True, **asked)
+
+    drive(scenario)
+    first, *others = seen
+    assert first.tolist() == [1, 2, 0]  # a text keeps a token that is seen
+    assert others == [None, None]
 
 
 @pytest.mark.parametrize("lengths", [[2, 2], [-1, 4], [], [2**31 - 1]])
