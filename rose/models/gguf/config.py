@@ -5,22 +5,21 @@ silence would make a model that almost works.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rose.models.gguf.reader import GgufFile
+from rose.models.gguf.dimensions import Dimensions
+from rose.models.gguf.encoders import build_encoder_config
+from rose.models.gguf.families import FAMILIES
+from rose.models.gguf.reader import GgufFile, shortest
 
-ROPE_FACTORS = "rope_freqs.weight"  # a tensor that becomes part of the config
+# Tensors that become part of the config.
+ROPE_FACTORS = "rope_freqs.weight"
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
-_CLASSES = {
-    "llama": ("LlamaForCausalLM", "llama"),
-    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
-    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
-}
 _USED = {
     "context_length",
     "embedding_length",
@@ -31,6 +30,7 @@ _USED = {
     "attention.key_length",
     "attention.value_length",
     "attention.layer_norm_rms_epsilon",
+    "attention.layer_norm_epsilon",
     "attention.causal",
     "pooling_type",
     "rope.dimension_count",
@@ -39,40 +39,11 @@ _USED = {
     "rope.scaling.factor",
     "rope.scaling.original_context_length",
 }
-_USED_BY_GEMMA3 = {
-    "attention.sliding_window",
-    "attention.sliding_window_pattern",
-    "rope.freq_base_swa",
-    "final_logit_softcapping",
-}
 _WITHOUT_EFFECT = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
 
-# Gemma 3 27B, and it alone, scales attention by hidden / heads; its depth tells it apart.
-_LAYERS_OF_GEMMA3_27B = 62
-
-
-@dataclass(frozen=True)
-class Dimensions:
-    """Sizes of the model."""
-
-    layers: int
-    vocabulary: int
-    hidden: int
-    feed_forward: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-    def size(self, letter: str) -> int:
-        """The size that a shape letter (see `rose.models.gguf.tensors`) stands for."""
-        return {
-            "V": self.vocabulary,
-            "H": self.hidden,
-            "F": self.feed_forward,
-            "Q": self.heads * self.head_dim,
-            "K": self.kv_heads * self.head_dim,
-            "D": self.head_dim,
-        }[letter]
+# The 27B models, and they alone, scale attention by hidden / heads; their depth tells them apart.
+_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 def check_architecture(gguf: GgufFile) -> None:
@@ -81,37 +52,18 @@ def check_architecture(gguf: GgufFile) -> None:
     Raises:
         ConvertError: another architecture, or a setting whose effect a config cannot express.
     """
-    if gguf.architecture not in _CLASSES:
-        known = ", ".join(_CLASSES)
+    if gguf.architecture not in FAMILIES:
+        known = ", ".join(FAMILIES)
         raise gguf.error(f"architecture {gguf.architecture!r} is not among those known: {known}")
-    if not gguf.get(gguf.own("attention.causal"), bool, True):
-        raise gguf.error("the model is bidirectional, which is not supported from a GGUF")
-    known_keys = _USED | _WITHOUT_EFFECT
-    known_keys |= _USED_BY_GEMMA3 if gguf.architecture == "gemma3" else set()
+    family = FAMILIES[gguf.architecture]
+    is_causal = gguf.get(gguf.own("attention.causal"), bool, True)
+    if is_causal is family.is_encoder:
+        kind = "causal" if is_causal else "bidirectional"
+        raise gguf.error(f"the model is {kind}, which is not supported for {gguf.architecture}")
+    known_keys = _USED | _WITHOUT_EFFECT | family.settings
     for name, value in gguf.settings().items():
         if value and name not in known_keys:
             raise gguf.error(f"setting {gguf.own(name)!r} is not supported")
-
-
-def read_dimensions(gguf: GgufFile) -> Dimensions:
-    """The sizes of the model from the metadata, and of the vocabulary from the embedding."""
-    heads = gguf.require(gguf.own("attention.head_count"), int)
-    hidden = gguf.require(gguf.own("embedding_length"), int)
-    head_dim = gguf.get(gguf.own("attention.key_length"), int, hidden // max(heads, 1))
-    for name in ("attention.value_length", "rope.dimension_count"):
-        if (size := gguf.get(gguf.own(name), int, head_dim)) != head_dim:
-            raise gguf.error(f"setting {name!r} is {size}, but heads are {head_dim} wide")
-    if "token_embd.weight" not in gguf.tensors:
-        raise gguf.error("has no tensor 'token_embd.weight': it holds no language model")
-    return Dimensions(
-        layers=gguf.require(gguf.own("block_count"), int),
-        vocabulary=gguf.shape("token_embd.weight")[0],
-        hidden=hidden,
-        feed_forward=gguf.require(gguf.own("feed_forward_length"), int),
-        heads=heads,
-        kv_heads=gguf.get(gguf.own("attention.head_count_kv"), int, heads),
-        head_dim=head_dim,
-    )
 
 
 def build_config(
@@ -122,10 +74,12 @@ def build_config(
     Raises:
         ConvertError: a rope scaling that cannot be expressed exactly.
     """
-    model_class, model_type = _CLASSES[gguf.architecture]
+    family = FAMILIES[gguf.architecture]
+    if family.is_encoder:
+        return build_encoder_config(gguf, dims, family) | {"torch_dtype": dtype}
     config: dict[str, Any] = {
-        "architectures": [model_class],
-        "model_type": model_type,
+        "architectures": [family.model_class],
+        "model_type": family.model_type,
         "vocab_size": dims.vocabulary,
         "hidden_size": dims.hidden,
         "intermediate_size": dims.feed_forward,
@@ -134,45 +88,132 @@ def build_config(
         "num_key_value_heads": dims.kv_heads,
         "head_dim": dims.head_dim,
         "max_position_embeddings": gguf.require(gguf.own("context_length"), int),
-        "rms_norm_eps": _shortest(
-            gguf.require(gguf.own("attention.layer_norm_rms_epsilon"), float)
-        ),
-        "rope_theta": _shortest(gguf.get(gguf.own("rope.freq_base"), float, 10000.0)),
+        "rms_norm_eps": shortest(gguf.require(gguf.own("attention.layer_norm_rms_epsilon"), float)),
+        "rope_theta": shortest(gguf.get(gguf.own("rope.freq_base"), float, 10000.0)),
         "tie_word_embeddings": tied,
         "torch_dtype": dtype,
         **biases,
     }
     if scaling := _rope_scaling(gguf, config["rope_theta"], dims.head_dim):
         config["rope_scaling"] = scaling
-    extra = _gemma3(gguf, dims) if gguf.architecture == "gemma3" else {"hidden_act": "silu"}
-    return config | extra
+    extra = _EXTRA.get(gguf.architecture)
+    return config | (extra(gguf, dims) if extra else {"hidden_act": "silu"})
+
+
+def _gemma(_gguf: GgufFile, _dims: Dimensions) -> dict[str, Any]:
+    return {"hidden_act": "gelu_pytorch_tanh"}
+
+
+def _gemma2(gguf: GgufFile, dims: Dimensions) -> dict[str, Any]:
+    """The softest caps and the window of llama.cpp's defaults are those of every Gemma 2."""
+    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": _query_scalar(gguf, dims),
+        "sliding_window": gguf.get(gguf.own("attention.sliding_window"), int, 4096),
+        "layer_types": _gemma_layers(gguf, dims, 2),
+        **{name: gguf.get(gguf.own(name), float, cap) or None for name, cap in caps.items()},
+    }
 
 
 def _gemma3(gguf: GgufFile, dims: Dimensions) -> dict[str, Any]:
-    wide = dims.layers == _LAYERS_OF_GEMMA3_27B
-    period = gguf.get(gguf.own("attention.sliding_window_pattern"), int, 6)
-    kinds = ["sliding_attention"] * (period - 1) + ["full_attention"]
     cap = gguf.get(gguf.own("final_logit_softcapping"), float, 0.0)
     return {
         "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": dims.hidden // dims.heads if wide else dims.head_dim,
+        "query_pre_attn_scalar": _query_scalar(gguf, dims),
         "sliding_window": gguf.require(gguf.own("attention.sliding_window"), int),
-        "layer_types": [kinds[i % period] for i in range(dims.layers)],
-        "rope_local_base_freq": _shortest(gguf.get(gguf.own("rope.freq_base_swa"), float, 10000.0)),
+        "layer_types": _gemma_layers(gguf, dims, 6),
+        "rope_local_base_freq": shortest(gguf.get(gguf.own("rope.freq_base_swa"), float, 10000.0)),
         "final_logit_softcapping": cap or None,
     }
 
 
+def _query_scalar(gguf: GgufFile, dims: Dimensions) -> int:
+    wide = dims.layers == _LAYERS_OF_27B[gguf.architecture]
+    return dims.hidden // dims.heads if wide else dims.head_dim
+
+
+def _gemma_layers(gguf: GgufFile, dims: Dimensions, default: int) -> list[str]:
+    """The last layer of every period sees the whole text."""
+    period = gguf.get(gguf.own("attention.sliding_window_pattern"), int, default)
+    kinds = [_SLIDING] * (period - 1) + [_FULL]
+    return [kinds[i % period] for i in range(dims.layers)]
+
+
+def _qwen3moe(gguf: GgufFile, dims: Dimensions) -> dict[str, Any]:
+    """llama.cpp knows no such model with a dense layer, or with weights that do not add up to 1."""
+    return {
+        "hidden_act": "silu",
+        "num_experts": dims.experts,
+        "num_experts_per_tok": gguf.require(gguf.own("expert_used_count"), int),
+        "moe_intermediate_size": dims.expert_feed_forward,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _phi3(gguf: GgufFile, dims: Dimensions) -> dict[str, Any]:
+    rotated = gguf.get(gguf.own("rope.dimension_count"), int, dims.head_dim)
+    return {
+        "hidden_act": "silu",
+        "partial_rotary_factor": rotated / dims.head_dim,
+        "sliding_window": gguf.get(gguf.own("attention.sliding_window"), int, 0) or None,
+        **_longrope(gguf),
+    }
+
+
+_EXTRA: dict[str, Callable[[GgufFile, Dimensions], dict[str, Any]]] = {
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "qwen3moe": _qwen3moe,
+    "phi3": _phi3,
+}
+
+
+def _longrope(gguf: GgufFile) -> dict[str, Any]:
+    """Phi-3's factors for short and for long texts, a number per rotated pair of channels."""
+    found = rope_tensors(gguf)
+    if not found:
+        return {}
+    if len(found) == 1:
+        raise gguf.error(f"has {found.pop()!r}, and of the long and the short factors only that")
+    original = gguf.require(gguf.own("rope.scaling.original_context_length"), int)
+    scale = max(1.0, gguf.require(gguf.own("context_length"), int) / original)
+    usual = math.sqrt(1 + math.log(scale) / math.log(original))
+    factor = gguf.get(gguf.own("rope.scaling.attn_factor"), float, usual)
+    if not math.isclose(factor, usual, rel_tol=1e-5):
+        raise gguf.error(f"rope.scaling.attn_factor is {factor}, and {usual} is supported")
+    factors = {"long_factor": LONG_FACTORS, "short_factor": SHORT_FACTORS}
+    lists = {
+        key: [shortest(value) for value in gguf.read(name).ravel().tolist()]
+        for key, name in factors.items()
+    }
+    return {
+        "original_max_position_embeddings": original,
+        "rope_scaling": {"rope_type": "longrope", **lists},
+    }
+
+
+def rope_tensors(gguf: GgufFile) -> set[str]:
+    """The file's tensors that become part of the config."""
+    if FAMILIES[gguf.architecture].is_encoder:
+        return set()
+    known = {LONG_FACTORS, SHORT_FACTORS} if gguf.architecture == "phi3" else {ROPE_FACTORS}
+    return known & gguf.tensors.keys()
+
+
 def _rope_scaling(gguf: GgufFile, theta: float, head_dim: int) -> dict[str, Any] | None:
     kind = gguf.get(gguf.own("rope.scaling.type"), str, "none")
-    factor = _shortest(gguf.get(gguf.own("rope.scaling.factor"), float, 1.0))
+    factor = shortest(gguf.get(gguf.own("rope.scaling.factor"), float, 1.0))
     original = gguf.get(gguf.own("rope.scaling.original_context_length"), int, 0)
     if ROPE_FACTORS in gguf.tensors:
         if kind != "none":
             raise gguf.error(f"has both rope factors and rope scaling {kind!r}")
         return _llama3_scaling(gguf, theta, head_dim, original or 8192)
-    if kind == "none":
-        return None
+    if kind == "none" or LONG_FACTORS in gguf.tensors:
+        return None  # of the latter `_longrope` makes a setting
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn" and original:
@@ -211,8 +252,3 @@ def _llama3_factors(theta: float, head_dim: int, factor: float, original: int) -
     waves = 2 * math.pi * theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     smooth = np.clip((original / waves - 1.0) / (4.0 - 1.0), 0.0, 1.0)
     return np.asarray(1.0 / ((1.0 - smooth) / factor + smooth))
-
-
-def _shortest(value: float) -> float:
-    """The shortest decimal that is the same float32: 1e-05 and not 9.999999747378752e-06."""
-    return float(str(np.float32(value)))

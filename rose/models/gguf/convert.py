@@ -12,7 +12,9 @@ import numpy as np
 import torch
 
 from rose.models.errors import ConvertError
-from rose.models.gguf.config import build_config, check_architecture, read_dimensions
+from rose.models.gguf.config import build_config, check_architecture
+from rose.models.gguf.dimensions import read_dimensions
+from rose.models.gguf.families import FAMILIES
 from rose.models.gguf.reader import GgufFile
 from rose.models.gguf.tensors import TensorPlan, bias_flags, is_tied, plan_tensors
 from rose.models.gguf.tokenizer import eos_token_ids, special_ids, write_tokenizer
@@ -41,7 +43,7 @@ def convert_gguf(
     The folder appears under its name only when it is complete.
 
     Args:
-        source: a GGUF file of the architecture llama, qwen2, qwen3 or gemma3, quantised or not.
+        source: a GGUF file of one of `families.FAMILIES`, quantised or not.
         out: the folder to make; it must not exist yet.
         dtype: "bfloat16", "float16" or "float32": the type of the weights to write.
         progress: called as (tensors written, tensors in all, name of the tensor) along the way.
@@ -78,7 +80,8 @@ def _fill_folder(
     config = build_config(gguf, dims, tied=tied, biases=bias_flags(gguf), dtype=dtype)
     write_tokenizer(gguf, out, tokenizer_from)
     _write_json(out / "config.json", config | _special_tokens(gguf))
-    _write_json(out / "generation_config.json", _special_tokens(gguf))
+    if not FAMILIES[gguf.architecture].is_encoder:
+        _write_json(out / "generation_config.json", _special_tokens(gguf))
     _write_pooling(gguf, out, dims.hidden)
     _write_weights(gguf, plans, out / "model.safetensors", dtype, progress)
 
@@ -148,7 +151,7 @@ def _write_header(file: BinaryIO, plans: list[TensorPlan], dtype: str) -> None:
 
 
 def _write_tensor(gguf: GgufFile, plan: TensorPlan, file: BinaryIO, dtype: torch.dtype) -> None:
-    values = torch.from_numpy(np.ascontiguousarray(plan.change(gguf.read(plan.source))))
+    values = torch.from_numpy(np.ascontiguousarray(plan.change(gguf.read(plan.source, plan.index))))
     for block in values.flatten().split(_BLOCK_ELEMENTS):
         converted = block.to(dtype)
         if not torch.isfinite(converted).all():

@@ -71,12 +71,16 @@ class GgufFile:
         """The full key of a setting of this architecture: `own("rope.freq_base")`."""
         return f"{self.architecture}.{name}"
 
-    def read(self, name: str) -> NDArray[np.float32]:
+    def read(self, name: str, index: int | None = None) -> NDArray[np.float32]:
         """The values of a tensor, dequantised, in the row-major shape that torch would give it.
+
+        `index` asks for that part of the first dimension alone.
 
         Raises:
             ConvertError: the quantisation is not one that can be read, or a value is not finite.
         """
+        if index is not None:
+            return self._dequantize(name, slice(index, index + 1))[0].copy()
         values = np.empty(self.shape(name), np.float32)
         for rows in self._blocks(name):
             values[rows] = self._dequantize(name, rows)
@@ -101,7 +105,7 @@ class GgufFile:
             ) from e
         if not np.isfinite(values).all():
             raise self.error(f"tensor {name!r} holds values that are not finite")
-        return np.asarray(values)
+        return np.asarray(values, np.float32)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, outermost dimension first (GGUF itself counts from the inner)."""
@@ -123,3 +127,8 @@ def _open(path: Path) -> "GGUFReader":
     except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as e:
         # The reader has no error of its own: a short file surfaces as an index or a reshape.
         raise ConvertError(f"{path}: is cut short, damaged or of an unknown kind ({e})") from e
+
+
+def shortest(value: float) -> float:
+    """The shortest decimal that is the same float32: 1e-05 and not 9.999999747378752e-06."""
+    return float(str(np.float32(value)))

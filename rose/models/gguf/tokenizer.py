@@ -247,10 +247,18 @@ def _copy_tokenizer(gguf: GgufFile, origin: Path, folder: Path) -> None:
     _check_same_tokens(gguf, Tokenizer.from_file(str(folder / "tokenizer.json")), origin)
 
 
+def _phantom(token: str | None) -> str:
+    """A token of BERT's as llama.cpp spells it: a mark where words start, none where they go on."""
+    token = token or ""
+    return token[2:] if token.startswith("##") else f"\u2581{token}"
+
+
 def _check_same_tokens(gguf: GgufFile, tokenizer: Tokenizer, origin: Path) -> None:
     """Refuse another model's tokenizer. Ordinary tokens only: llama.cpp respells some others."""
+    respelled = gguf.get("tokenizer.ggml.model", str, "") == "bert"
     for i, (token, kind) in enumerate(zip(_tokens(gguf), _token_types(gguf), strict=True)):
-        if kind == _NORMAL and (found := tokenizer.id_to_token(i)) != token:
+        found = tokenizer.id_to_token(i)
+        if kind == _NORMAL and token not in (found, respelled and _phantom(found)):
             raise ConvertError(
                 f"{origin}: its tokenizer is not that of {gguf.path}: "
                 f"token {i} is {found!r} there and {token!r} here"

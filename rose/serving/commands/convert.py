@@ -21,7 +21,7 @@ def convert(
     tokenizer_from: Annotated[
         Path | None,
         typer.Option(
-            help="Folder whose tokenizer.json to take, for SentencePiece models.",
+            help="Folder whose tokenizer.json to take, for SentencePiece and WordPiece.",
             show_default="the file's own vocabulary",
         ),
     ] = None,
