@@ -224,9 +224,19 @@ class Supervisor:
         )
 
     def _examples(self, url: str) -> Iterator[str]:
-        """Yield a command to try for each task that is served, on the first model that does it."""
+        """Yield a command to try for each task that is served, on the first model that does it.
+
+        Some embedders have no dense vectors, which the command asks for.
+        """
         listed = msgspec.json.decode(self._get("/v1/models") or b'{"data": []}')["data"]
-        tasks = {model["id"]: model["tasks"] for model in listed}
+        tasks = {
+            model["id"]: [
+                task
+                for task in model["tasks"]
+                if task != "embed" or "dense" in model.get("output_types", ["dense"])
+            ]
+            for model in listed
+        }
         for task, (path, fields) in EXAMPLES.items():
             able = [model.name for model in self._models if task in tasks.get(model.name, ())]
             if able:
