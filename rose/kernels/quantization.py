@@ -135,6 +135,17 @@ class _Fit:
         lost_OG = lost_OGK.square_().mul_(groups.worth).sum(-1)
         return cls(codes_OGK, scales, minima, lost_OG)
 
+    def rows(self, rows_N: Tensor) -> "_Fit":
+        """Return some rows."""
+        facts = (self.scales, self.minima, self.lost)
+        return _Fit(self.codes[rows_N], *(fact_OG[rows_N] for fact_OG in facts))
+
+    def put(self, rows_N: Tensor, other: "_Fit") -> None:
+        """Replace some rows."""
+        self.codes[rows_N] = other.codes
+        self.scales[rows_N], self.minima[rows_N] = other.scales, other.minima
+        self.lost[rows_N] = other.lost
+
     def take(self, other: "_Fit", may_OG: Tensor | bool = True) -> None:
         """Take over what loses less in another fit, where it may."""
         better_OG = (other.lost < self.lost) & may_OG
@@ -156,17 +167,26 @@ def _fit_nibbles(groups_OGK: Tensor, worth_1GK: Tensor) -> _Fit:
     fit = _fit_range(groups)
     if not fit.lost.any():
         return fit
-    on_grid_O1 = _on_grid(_Groups(groups_OGK[:, :1], worth_1GK[:, :1]))
-    if on_grid_O1.any():
-        for steps in range(_TOP, 0, -1):
-            for on_grid in _on_grids(groups, steps):
-                fit.take(on_grid, on_grid_O1)
-            if not fit.lost.any():
-                return fit
+    on_grid_O = _on_grid(_Groups(groups_OGK[:, :1], worth_1GK[:, :1]))[:, 0]
+    rows_N = (on_grid_O & fit.lost.any(1)).nonzero().flatten()
+    if len(rows_N):
+        fit.put(rows_N, _fit_grids(_Groups(groups_OGK[rows_N], worth_1GK), fit.rows(rows_N)))
+        if not fit.lost.any():
+            return fit
     for below, above in product(_CUTS, _CUTS):
         fit.take(_fit_range(groups, below, above))
     for _ in range(_REFINEMENTS):
         fit.take(refined := _refine(groups, fit.codes), (refined.codes == 0).any(-1))
+    return fit
+
+
+def _fit_grids(groups: _Groups, fit: _Fit) -> _Fit:
+    """Try to find the steps of weights that are whole ones, if those of the whole range are not."""
+    for steps in range(_TOP, 0, -1):
+        for other in _on_grids(groups, steps):
+            fit.take(other)
+        if not fit.lost.any():
+            break
     return fit
 
 
