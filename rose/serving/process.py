@@ -11,7 +11,7 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime
 from ipaddress import ip_address
 from types import FrameType
@@ -115,24 +115,20 @@ def stop_signals() -> list[signal.Signals]:
     return [signal.SIGTERM, signal.SIGINT, *hung_up]
 
 
-class StoppedEarly(SystemExit):
-    """A stop signal came before there was a loop to hear it."""
+def leave_on_stop_signals() -> None:
+    """Let stop signals end this process at once, with exit code 0, until a loop takes them over.
 
-
-@contextlib.contextmanager
-def stoppable() -> Iterator[None]:
-    """Let stop signals end the block, as long as no loop has taken them over, with exit code 0."""
+    An exception would not do: code that is imported meanwhile may swallow it.
+    """
 
     def leave(_number: int, _frame: FrameType | None) -> None:
-        raise StoppedEarly(0)
+        try:
+            log.info("stopped before it was ready")
+        finally:
+            os._exit(0)
 
     for number in stop_signals():
         signal.signal(number, leave)
-    try:
-        yield
-    except StoppedEarly:
-        log.info("stopped before it was ready")
-        raise
 
 
 def stop_event() -> asyncio.Event:

@@ -279,11 +279,13 @@ def test_convert_says_what_its_target_lacks(tmp_path, capsys):
 def test_a_signal_before_there_is_a_loop_ends_with_a_word_and_exit_code_0():
     code = (
         "import time\n"
-        "from rose.serving.process import set_up_logging, stoppable\n"
-        "with stoppable():\n"
-        "    set_up_logging('info', 'engine x')\n"
-        "    print('up', flush=True)\n"
-        "    time.sleep(60)\n"
+        "from rose.serving.process import leave_on_stop_signals, set_up_logging\n"
+        "leave_on_stop_signals()\n"
+        "set_up_logging('info', 'engine x')\n"
+        "print('up', flush=True)\n"
+        "while True:\n"
+        "    try: time.sleep(60)\n"
+        "    except BaseException: pass\n"
     )
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

@@ -27,25 +27,14 @@ def engine(
     ] = None,
 ) -> None:
     """Run one engine alone; a gateway connects to the address that it binds."""
-    from rose.serving.process import stoppable
+    from rose.serving.process import die_with_parent, leave_on_stop_signals
 
-    with stoppable():
-        _run(model, engine, logs, bind, keys, name)
-
-
-def _run(
-    model: str,
-    engine: EngineFlags,
-    logs: LogFlags,
-    bind: str,
-    keys: Path | None,
-    name: str | None,
-) -> None:
-    from rose.serving.curve import read_keys
-    from rose.serving.engine_process import run_engine
-    from rose.serving.process import die_with_parent
-
+    leave_on_stop_signals()
     die_with_parent()
     logs.set_up(f"engine {name or Path(model).resolve().name}")
+
+    from rose.serving.curve import read_keys  # these take seconds
+    from rose.serving.engine_process import run_engine
+
     options = engine.model_options(model, name)
     run_engine(options, bind, read_keys(keys, "engine") if keys else None)
