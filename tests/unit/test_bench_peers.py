@@ -10,9 +10,10 @@ import pytest
 
 from tools.peers.embedders import EMBEDDERS, Text, batches_of_like_length, padded, pooled
 from tools.peers.environments import ENVIRONMENTS, Home, last_line
+from tools.peers.generators import QUANTIZED
 from tools.peers.main import chosen, stored
 from tools.peers.measuring import ENGINES, PEERS, Outcome, compare
-from tools.peers.page import ROSE, ROSE_FROM_TEXT, Ratio, make_report, ratios
+from tools.peers.page import ROSE, ROSE_FROM_TEXT, Ratio, is_rose, make_report, ratios
 from tools.peers.plots import draw
 from tools.peers.processes import OthersWatch, PeerError, Worker
 from tools.peers.turns import (
@@ -171,6 +172,47 @@ def test_a_peer_is_compared_with_rose_that_reads_the_same():
     }
 
 
+def test_rounded_weights_are_compared_with_as_wide_ones():
+    found = ratios(
+        WORKLOADS["decode-quantized"],
+        {
+            "ROSE, int8": samples(2, 2, 2),
+            "ROSE, int4": samples(1, 1, 1),
+            "llama.cpp, Q8_0": samples(4, 4, 4),
+            "llama.cpp, Q4_1": samples(4, 4, 4),
+        },
+    )
+    assert found == {"llama.cpp, Q8_0": Ratio(2, 2, 2), "llama.cpp, Q4_1": Ratio(4, 4, 4)}
+    assert {engine.width for engine in QUANTIZED.values()} == {"int8", "int4"}
+    assert {f"ROSE, {engine.width}" for engine in QUANTIZED.values()} <= set(QUANTIZED)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "good"), [([[1, 9], [3, 4], [9, 9]], True), ([[9, 2], [3, 4], [9, 9]], False)]
+)
+def test_rounded_weights_have_to_begin_alike_mostly(tokens, good):
+    outcome = Outcome("decode-quantized", "today", 2)
+    reference = {"tokens": [[1, 2], [3, 4], [5, 6]]}
+    assert compare("x", {"tokens": tokens}, reference, outcome, exact=False) is good
+    assert f"{1 + good} of 3 outputs, {1.0 if good else 0.7} of 2 tokens" in outcome.checks["x"]
+    assert ("x" in outcome.measured.failed) is not good
+
+
+def test_the_page_holds_every_rose_to_its_answers(checkpoints):
+    settings = {"settings": "", "versions": {}}
+    engines = dict.fromkeys(("ROSE, int8", "ROSE, int4", "llama.cpp, Q8_0"), settings)
+    outcome = Outcome("decode-quantized", "today", 2, engines)
+    outcome.measured.rows = {
+        "1 stream": {"ROSE, int8": samples(1.0), "llama.cpp, Q8_0": samples(2.0)}
+    }
+    outcome.measured.limits = [{"flops": 1e9, "bytes": 1e9}]
+    report = make_report({"decode-quantized": outcome}, INPUTS, checkpoints, 2)
+    assert report.kept
+    assert "| llama.cpp, Q8_0 | 16.0" in report.markdown()
+    outcome.measured.failed["ROSE, int4"] = "does not start"
+    assert not make_report({"decode-quantized": outcome}, INPUTS, checkpoints, 2).kept
+
+
 @pytest.fixture
 def checkpoints(tmp_path):
     folders = {"embedder": tmp_path / "embedder", "llm": tmp_path / "llm"}
@@ -268,13 +310,14 @@ def test_the_reason_of_a_failure_is_the_line_that_names_it():
 
 def test_engines_have_their_environment_and_are_peers_or_rose():
     for engines in ENGINES.values():
-        assert next(iter(engines)) == ROSE
+        assert is_rose(next(iter(engines)))
         for engine in engines.values():
             assert engine.environment in (None, *ENVIRONMENTS)
             assert engine.packages
     assert ROSE not in PEERS
     assert chosen(["vLLM"]) == [ROSE, "vLLM"]
     assert chosen(["vLLM", "infinity"])[:2] == [ROSE, ROSE_FROM_TEXT]
+    assert chosen(["llama.cpp, Q4_1"]) == [ROSE, "ROSE, int4", "llama.cpp, Q4_1"]
     assert {"ONNX Runtime", "vLLM", "llama.cpp"} <= set(PEERS)
 
 

@@ -41,7 +41,10 @@ CONVERSIONS = {
     "smollm2-ct2": Conversion("onnx", "llm", "ct2"),
     "smollm2-f32.gguf": Conversion("onnx", "llm", "gguf"),
     "smollm2-bf16.gguf": Conversion("onnx", "llm", "gguf"),
+    "smollm2-q8_0.gguf": Conversion("llama", "smollm2-bf16.gguf", "rounded-gguf"),
+    "smollm2-q4_1.gguf": Conversion("llama", "smollm2-bf16.gguf", "rounded-gguf"),
     "smollm2-openvino": Conversion("openvino", "llm", "openvino"),
+    "smollm2-openvino-int8": Conversion("openvino", "llm", "openvino"),
 }
 NEEDS = {"minilm-onnx-o2": ("minilm-onnx",), "infinity-onnx": ("minilm-onnx",)}
 
@@ -127,7 +130,7 @@ def _openvino(source: Path, target: Path) -> None:
     from transformers import AutoTokenizer
 
     model = OVModelForCausalLM.from_pretrained(
-        source, export=True, load_in_8bit=False, compile=False
+        source, export=True, load_in_8bit="int8" in target.name, compile=False
     )
     model.save_pretrained(target)
     tokenizer = AutoTokenizer.from_pretrained(source)
@@ -149,6 +152,22 @@ def _gguf(source: Path, target: Path) -> None:
     )
 
 
+def _rounded_gguf(source: Path, target: Path) -> None:
+    """By llama.cpp's library, through its Python binding, which comes with its source."""
+    llama = Path(sys.argv[4])
+    os.environ["LLAMA_CPP_LIB_PATH"] = str(llama.parent / "build" / "bin")
+    sys.path.insert(0, str(llama))
+    import llama_cpp
+
+    params = llama_cpp.llama_model_quantize_default_params()
+    kind = "Q4_1" if "q4_1" in target.name else "Q8_0"
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    params.nthread = 1  # blocks for the others that use the machine
+    names = str(source).encode(), str(target).encode()
+    if llama_cpp.llama_model_quantize(*names, params) != 0:
+        raise RuntimeError(f"llama.cpp did not round {source}")
+
+
 _KINDS: dict[str, Callable[[Path, Path], None]] = {
     "long": _long,
     "onnx": _onnx,
@@ -157,6 +176,7 @@ _KINDS: dict[str, Callable[[Path, Path], None]] = {
     "ct2": _ct2,
     "openvino": _openvino,
     "gguf": _gguf,
+    "rounded-gguf": _rounded_gguf,
 }
 
 if __name__ == "__main__":

@@ -29,11 +29,14 @@ class Generator:
         environment: Where it is installed; None is ROSE's own.
         models: What it reads; "llm" is the checkpoint itself.
         settings: What is worth saying about how it is used.
+        width: Of the weights where they are rounded, "int8" or "int4": engines of one width are
+            compared with each other.
     """
 
     packages: ClassVar[tuple[str, ...]]
     environment: ClassVar[str | None] = None
     models: ClassVar[tuple[str, ...]] = ("llm",)
+    width: ClassVar[str | None] = None
     settings: ClassVar[str] = ""
 
     def __init__(self, folder: Path, llama: Path, threads: int) -> None:
@@ -63,7 +66,11 @@ class Rose(Generator):
 
         torch.set_num_threads(threads)
         self._stack = contextlib.ExitStack()
-        options = {"max_num_seqs": MAX_STREAMS, "max_model_len": MAX_LEN}
+        options = {
+            "max_num_seqs": MAX_STREAMS,
+            "max_model_len": MAX_LEN,
+            "quantization": self.width,
+        }
         self._loop = self._stack.enter_context(decode_loop(folder / "llm", **options))
         self._runs = 0
 
@@ -107,7 +114,11 @@ class CTranslate2(Generator):
 
         path = str(folder / "smollm2-ct2")
         self._generator = ctranslate2.Generator(
-            path, device="cpu", compute_type="float32", inter_threads=1, intra_threads=threads
+            path,
+            device="cpu",
+            compute_type=self.width or "float32",
+            inter_threads=1,
+            intra_threads=threads,
         )
         self._tokenizer = Tokenizer.from_file(str(folder / "llm" / "tokenizer.json"))
 
@@ -140,7 +151,7 @@ class OpenVinoGenAi(Generator):
         scheduler.max_num_batched_tokens = 2048
         scheduler.cache_size = 1
         scheduler.enable_prefix_caching = False
-        path = str(folder / "smollm2-openvino")
+        path = str(folder / self.models[0])
         self._one = genai.LLMPipeline(path, "CPU", ATTENTION_BACKEND="SDPA", **options)
         self._many = genai.LLMPipeline(path, "CPU", scheduler_config=scheduler, **options)
 
@@ -245,6 +256,49 @@ class LlamaCppBf16(LlamaCpp):
     settings = "BF16 weights, its server on this machine, no prompt cache"
 
 
+class RoseInt8(Rose):
+    """The same with weights of 8 bits."""
+
+    width = "int8"
+
+
+class RoseInt4(Rose):
+    """The same with weights of 4 bits, but those of the LM head, which have 8."""
+
+    width = "int4"
+    settings = "LM head in int8"
+
+
+class LlamaCppQ8(LlamaCpp):
+    """llama.cpp with weights of 8 bits."""
+
+    models = ("smollm2-q8_0.gguf",)
+    settings = "Q8_0 weights, its server on this machine, no prompt cache"
+    width = "int8"
+
+
+class LlamaCppQ4(LlamaCpp):
+    """llama.cpp with weights of 4 bits, each group with a scale and a minimum."""
+
+    models = ("smollm2-q4_1.gguf",)
+    settings = "Q4_1 weights (LM head: its own choice), its server on this machine, no prompt cache"
+    width = "int4"
+
+
+class CTranslate2Int8(CTranslate2):
+    """CTranslate2 with weights of 8 bits, rounded when they are loaded."""
+
+    width = "int8"
+
+
+class OpenVinoInt8(OpenVinoGenAi):
+    """OpenVINO GenAI with weights of 8 bits, as optimum-intel rounds them."""
+
+    models = ("smollm2-openvino-int8",)
+    settings = "int8 weights, stateful pipeline for one stream, continuous batching for several"
+    width = "int8"
+
+
 GENERATORS: dict[str, type[Generator]] = {
     "ROSE": Rose,
     "transformers": Transformers,
@@ -253,4 +307,13 @@ GENERATORS: dict[str, type[Generator]] = {
     "vLLM": Vllm,
     "llama.cpp": LlamaCpp,
     "llama.cpp, bfloat16": LlamaCppBf16,
+}
+
+QUANTIZED: dict[str, type[Generator]] = {
+    "ROSE, int8": RoseInt8,
+    "ROSE, int4": RoseInt4,
+    "llama.cpp, Q8_0": LlamaCppQ8,
+    "llama.cpp, Q4_1": LlamaCppQ4,
+    "CTranslate2, int8": CTranslate2Int8,
+    "OpenVINO GenAI, int8": OpenVinoInt8,
 }

@@ -11,6 +11,7 @@ from rich.console import Console
 from tools.peers import conversions
 from tools.peers.embedders import EMBEDDERS
 from tools.peers.environments import Home
+from tools.peers.generators import QUANTIZED
 from tools.peers.measuring import PEERS, Bench, Outcome
 from tools.peers.page import make_report
 from tools.peers.plots import draw
@@ -75,9 +76,11 @@ def measure(
 
 
 def chosen(names: list[str]) -> list[str]:
-    """The engines to run: ROSE, and ROSE from text where a peer reads text."""
+    """The engines to run: ROSE, and ROSE in the ways that peers are compared with."""
     text = any(name in EMBEDDERS and EMBEDDERS[name].reads == "text" for name in names)
-    return ["ROSE", *(["ROSE, from text"] if text else []), *names]
+    widths = {QUANTIZED[name].width: None for name in names if name in QUANTIZED}
+    own = ["ROSE", *(["ROSE, from text"] if text else []), *(f"ROSE, {w}" for w in widths)]
+    return [*own, *names]
 
 
 def stored(home: Home) -> dict[str, Outcome]:

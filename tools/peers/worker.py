@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.peers.embedders import EMBEDDERS, Embedder, Text
-from tools.peers.generators import GENERATORS, Generator
+from tools.peers.generators import GENERATORS, QUANTIZED, Generator
 from tools.peers.workloads import LONG_PROMPT, PROMPT, Inputs
 
 
@@ -153,7 +153,7 @@ def load(kind: str, name: str, paths: Sequence[Path], threads: int) -> tuple[Any
         embedder = EMBEDDERS[name]
         work = EmbedWork(embedder(models, llama, threads), Inputs.read(inputs))
         return work, list(embedder.packages)
-    generator = GENERATORS[name]
+    generator = (GENERATORS | QUANTIZED)[name]
     return GenerateWork(generator(models, llama, threads), Inputs.read(inputs)), list(
         generator.packages
     )

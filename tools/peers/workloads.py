@@ -44,7 +44,7 @@ class Row:
 class Workload:
     """Rows that are measured together, one after another."""
 
-    kind: str  # "embed", "generate", "http" or "start"
+    kind: str  # "embed", "generate", "quantized", "http" or "start"
     title: str
     rows: tuple[Row, ...]
     measure: str = "ms"  # or "texts/s", "tokens/s": what the table shows
@@ -96,6 +96,12 @@ WORKLOADS = {
     "decode": Workload(
         "generate",
         "Decoding one stream and several",
+        tuple(_streams(streams, NEW_TOKENS) for streams in STREAMS),
+        "tokens/s",
+    ),
+    "decode-quantized": Workload(
+        "quantized",
+        "Decoding with weights of 8 and 4 bits",
         tuple(_streams(streams, NEW_TOKENS) for streams in STREAMS),
         "tokens/s",
     ),
