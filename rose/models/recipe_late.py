@@ -124,7 +124,7 @@ def read_token_modules(
                 f"{folder.path / MODULES_FILE}: module {entry.type!r} does not go with vectors of "
                 f"tokens: Dense, Normalize and {MASK} do"
             )
-    if _is_pylate(folder) and not any(isinstance(m, NormalizeModule) for m in modules):
+    if _is_pylate(folder, entries) and not any(isinstance(m, NormalizeModule) for m in modules):
         modules.append(NormalizeModule())  # what PyLate does without a module
     if not any(isinstance(module, DenseModule) for module in modules):
         found = ", ".join(entry.kind for entry in entries)
@@ -162,17 +162,17 @@ def read_late_settings(
     """
     if entries is None:
         return _stanford_settings(folder)
-    if _is_pylate(folder):
+    if _is_pylate(folder, entries):
         return _pylate_settings(folder)
     return _library_settings(folder, core, entries)
 
 
-def _is_pylate(folder: CheckpointFolder) -> bool:
-    """PyLate names its class, or, before it did, says what texts begin with."""
+def _is_pylate(folder: CheckpointFolder, entries: "Sequence[ModuleEntry]") -> bool:
+    """PyLate names its class or, before it did, its module and what texts begin with."""
     config = folder.json(_SENTENCE_CONFIG) or {}
-    return config.get("model_type") != LIBRARY_TYPE and (
-        config.get("model_type") == PYLATE_TYPE or "query_prefix" in config
-    )
+    model_type = config.get("model_type")
+    has_signs = "query_prefix" in config or any(entry.type == PYLATE_DENSE for entry in entries)
+    return model_type == PYLATE_TYPE or (model_type != LIBRARY_TYPE and has_signs)
 
 
 def _pylate_settings(folder: CheckpointFolder) -> LateSettings:

@@ -81,6 +81,14 @@ def test_what_pylate_leaves_out_is_its_default(pylate):
     assert any("skiplist_words" in warning and "!" in warning for warning in report.warnings)
 
 
+def test_pylate_is_known_by_its_module(pylate):
+    (pylate / STATED).write_text("{}")
+    settings, _ = settings_of(pylate)
+    assert settings["query marker"].value == f"'[Q] ' (token {QUERY})"
+    assert settings["query_prefix"].source == "default of PyLate"
+    assert settings["module 2"].value == "Normalize"
+
+
 def test_the_command_line_sets_how_long_documents_may_be(pylate):
     for option, expected in ((17, 17), (50, 50)):
         facts = plan_checkpoint(pylate, max_model_len=option).late

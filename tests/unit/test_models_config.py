@@ -209,7 +209,7 @@ def entries_of(folder: Path) -> list[dict[str, object]]:
         "sentence_transformers.models.StaticEmbedding",
         "st_quantize.OtherQuantizer",
         "custom_module.Dense",
-        "pylate.models.Dense.Dense",
+        "pylate.models.Other.Dense",
         "Dense",
         "",
     ],

@@ -31,6 +31,8 @@ ENCODE_IN_THREAD_NUMBERS = 1 << 16
 MAX_NUMBERS_SPARSE = 1 << 24  # of vectors as wide as the vocabulary, on their way: 64 MB
 MAX_NUMBERS_PER_TOKEN = 1 << 23  # of an answer with a vector for each token: about 100 MB of JSON
 
+WIDE = 1024  # channels of a backbone, or more
+
 
 @dataclass(frozen=True)
 class Embedded:
@@ -171,9 +173,17 @@ def _check_sizes(
     """Refuses more numbers than an answer can reasonably hold."""
     for output in outputs:
         if output != "text":
-            _check_size(ids, 1 if output == "token_weights" else card.dimensions)
+            _check_size(ids, _width(output, card))
         elif sparse:
             _check_count(ids, card.dimensions)
+
+
+def _width(output: RowOutput, card: EmbeddingCard) -> int:
+    """Numbers of a token's row. The card does not know how wide a projection's input is."""
+    if output == "token_weights":
+        return 1
+    is_input = output == "hidden_states" and card.late is not None
+    return max(card.dimensions, WIDE) if is_input else card.dimensions
 
 
 def _check_size(ids: Sequence[Ids], width: int) -> None:
