@@ -9,7 +9,7 @@ import zmq.asyncio
 from rose.runtime.build import ModelOptions, ServedModel, build
 from rose.serving.curve import Doorkeeper, Keys
 from rose.serving.engine import EngineServer
-from rose.serving.process import stop_event
+from rose.serving.process import freeze_heap, stop_event
 from rose.serving.transport import bind_router, bound_address, takes_keys
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ def run_engine(options: ModelOptions, address: str, keys: Keys | None = None) ->
     socket = bind_router(context, address, guard if keys and takes_keys(address) else None)
     try:
         served = build(options)
+        freeze_heap()
         asyncio.run(_serve(served, socket, doors))
         served.close()  # not after a failure: it would wait for a step that may hang
     finally:

@@ -21,7 +21,7 @@ from rose.serving.gateway.http_protocol import HttpProtocol
 from rose.serving.gateway.models import ModelTable
 from rose.serving.gateway.settings import GatewaySettings
 from rose.serving.gateway.workers import Workers
-from rose.serving.process import beat, stop_event, was_restarted
+from rose.serving.process import beat, freeze_heap, stop_event, was_restarted
 from rose.serving.replicas import ReplicaSet
 from rose.serving.transport import check_peer
 
@@ -128,7 +128,9 @@ async def _serve_models(
     try:
         if was_restarted():
             await _settle([client for _, client in named])
-        await _serve_http(create_app(table, settings, door.workers), door, stop)
+        app = create_app(table, settings, door.workers)
+        freeze_heap()
+        await _serve_http(app, door, stop)
     finally:
         for task in naming:
             task.cancel()
