@@ -1,35 +1,29 @@
 """`rose.Engine`: a model in this process, without a server."""
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from rose.models.card import ChatTexts, EmbeddingCard, ModelCard
-from rose.models.generation import SAMPLING
 from rose.models.output import check_output, finish
 from rose.runtime.build import ModelOptions, build
 from rose.runtime.embedding import EmbeddingRuntime
-from rose.runtime.errors import NonFiniteError, RequestError
-from rose.runtime.options import EmbedOptions, OutputDtype, SamplingParams
+from rose.runtime.errors import RequestError
+from rose.runtime.options import EmbedOptions, OutputDtype
 from rose.serving.gateway.chat_texts import render_text, template_edges
-from rose.serving.gateway.choice import CONTEXT_TOKENS
-from rose.serving.gateway.detokenization import TokenTable
-from rose.serving.gateway.templates import TemplateError, render
+from rose.serving.gateway.templates import TemplateError
 from rose.serving.gateway.tokenization import Tokenizer
-from rose.serving.local_generation import ChatPrompt, Completion, LocalGenerator, Request
+from rose.serving.local_chunks import ChunkMethods
+from rose.serving.local_completions import GenerateMethods
+from rose.serving.local_inputs import Ids, Text, as_list, checked_ids
 from rose.serving.local_rows import Progress, run_rows
 from rose.serving.local_scores import ScoreMethods
 from rose.serving.local_types import TypeMethods
-
-Text = str | Sequence[int]
-Ids = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +44,7 @@ class EncodedTexts:
         return sum(len(text) for text in self.ids)
 
 
-class Engine(ScoreMethods, TypeMethods):
+class Engine(ChunkMethods, GenerateMethods, ScoreMethods, TypeMethods):
     """A loaded model. Use it as a context manager, or call `close`.
 
     Methods may be called from one thread at a time.
@@ -107,7 +101,7 @@ class Engine(ScoreMethods, TypeMethods):
         self._served = build(options)
         loaded = self._served.loaded
         self._tokenizer = Tokenizer.from_card(loaded.card, loaded.tokenizer_json)
-        self._local_generator: LocalGenerator | None = None
+        self._local_generator = None
 
     @property
     def card(self) -> ModelCard:
@@ -178,7 +172,7 @@ class Engine(ScoreMethods, TypeMethods):
             )
             raise RequestError(message, "model")
         prefix = _choose_prompt(facts, prompt_name, prompt)
-        ids = self._encode(_as_list(texts), prefix, facts.chat)
+        ids = self._encode(as_list(texts), prefix, facts.chat)
         skip = 0 if facts.pools_prompt or not prefix else self._tokenizer.prompt_length(prefix)
         limit = self.card.max_model_len
         cut = [i for i, text in enumerate(ids) if len(text) > limit]
@@ -221,108 +215,6 @@ class Engine(ScoreMethods, TypeMethods):
         )
         return _finish(rows, options, facts)
 
-    def generate(
-        self,
-        prompts: Text | Sequence[Text],
-        params: SamplingParams | None = None,
-        *,
-        stop: Sequence[str] = (),
-        progress: Progress | None = None,
-    ) -> list[Completion]:
-        """Continue prompts: texts, or lists of token ids, which are used as they are.
-
-        Args:
-            prompts: one prompt or a sequence of them.
-            params: how tokens are chosen, and when an output ends.
-            stop: texts that end an output; they do not appear in it.
-            progress: called with (prompts done, prompts in all).
-
-        Returns:
-            A completion per prompt, in their order.
-
-        Raises:
-            RequestError: a prompt or a parameter does not fit; the others are cancelled then.
-            NonFiniteError: the model computed NaN for a prompt.
-        """
-        items = _as_list(prompts)
-        found: dict[int, Completion] = {}
-        pairs = zip(items, repeat(params or SamplingParams()))
-        with closing(self.generate_each(pairs, stop=stop)) as outcomes:
-            for index, outcome in outcomes:
-                if isinstance(outcome, Exception):
-                    raise _at_prompt(index, outcome)
-                found[index] = outcome
-                if progress:
-                    progress(len(found), len(items))
-        return [found[index] for index in range(len(items))]
-
-    def generate_each(
-        self,
-        prompts: Iterable[tuple[Text, SamplingParams]],
-        *,
-        stop: Sequence[str] = (),
-        on_tokens: Callable[[int], None] | None = None,
-    ) -> Generator[tuple[int, Completion | Exception], None, None]:
-        """Continue any number of prompts, each in its own way, and yield each as it ends.
-
-        Args:
-            prompts: a prompt, and how it is continued. They are taken as there is room for them.
-            stop: texts that end an output; they do not appear in it.
-            on_tokens: called after each step with the number of new tokens.
-
-        Returns:
-            Pairs of a prompt's index and its completion, or what is wrong with it: a ValueError,
-            a NonFiniteError, or a fault that is not the prompt's. Closing the iterator cancels
-            what is under way.
-
-        Raises:
-            RequestError: the model cannot generate.
-        """
-        requests = (self._checked(prompt, params) for prompt, params in prompts)
-        return self._generator().run(requests, stop, on_tokens)
-
-    def stream(
-        self, prompt: Text, params: SamplingParams | None = None, *, stop: Sequence[str] = ()
-    ) -> Generator[str, None, None]:
-        """Continue one prompt; yields its text piece by piece. Closing the iterator cancels it.
-
-        Raises:
-            RequestError: the prompt or a parameter does not fit.
-        """
-        request = self._request(prompt, params or SamplingParams())
-        return self._generator().stream(request, stop)
-
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> ChatPrompt:
-        """Render a conversation with the model's chat template, ready for the model's answer.
-
-        Args:
-            messages: dicts with "role" and "content".
-
-        Returns:
-            The prompt's token ids.
-
-        Raises:
-            TemplateError: the model has no chat template, or it refuses the messages.
-        """
-        text = render(self.card.tokenizer, messages, add_generation_prompt=True)
-        return ChatPrompt(self._tokenizer.encode([text], add_special_tokens=False)[0].tolist())
-
-    def sampling_params(self, **values: Any) -> SamplingParams:  # noqa: ANN401 - as the class
-        """Make `SamplingParams` with the checkpoint's defaults for what is None or left out.
-
-        Raises:
-            RequestError: a value is out of range, or the model cannot generate.
-        """
-        facts = self.card.generation
-        names = (*SAMPLING, "logit_bias", "min_tokens")
-        defaults = {name: getattr(facts, name) for name in names} if facts else {}
-        given = {name: value for name, value in values.items() if value is not None}
-        known = {name: value for name, value in defaults.items() if value is not None}
-        bias = {**known.get("logit_bias", {}), **given.get("logit_bias", {})}
-        params = SamplingParams(**{**known, **given, "logit_bias": bias})
-        self._generator().check(params)
-        return params
-
     def close(self) -> None:
         """Free the model."""
         self._served.close()
@@ -342,31 +234,6 @@ class Engine(ScoreMethods, TypeMethods):
         if self._served.embedding is None or self.card.embedding is None:
             raise RequestError(f"model {self.card.name!r} cannot embed", "model")
         return self._served.embedding, self.card.embedding
-
-    def _generator(self) -> LocalGenerator:
-        if self._served.generation is None:
-            raise RequestError(f"model {self.card.name!r} cannot generate", "model")
-        if self._local_generator is None:
-            table = TokenTable(self._tokenizer.backend)
-            self._local_generator = LocalGenerator(self._served.generation, table)
-        return self._local_generator
-
-    def _checked(self, prompt: Text, params: SamplingParams) -> Request | Exception:
-        try:
-            return self._request(prompt, params)
-        except ValueError as error:
-            return error
-
-    def _request(self, prompt: Text, params: SamplingParams) -> Request:
-        ids = self._prompt_ids(prompt)
-        begins = isinstance(prompt, ChatPrompt)
-        return Request(ids, params, () if begins else ids[-CONTEXT_TOKENS:].tolist())
-
-    def _prompt_ids(self, prompt: Text) -> Ids:
-        """Return the ids of a prompt; the runtime checks their number."""
-        if isinstance(prompt, str):
-            return self._tokenizer.encode([prompt])[0]
-        return self._check_ids("prompt", prompt)
 
     def _encode_chat(self, texts: Sequence[str], prompt: str, chat: ChatTexts) -> list[Ids]:
         """Return the ids of texts that pass through the chat template."""
@@ -391,36 +258,14 @@ class Engine(ScoreMethods, TypeMethods):
             encoded = self._encode_chat(texts, prefix, chat)
         found = dict(zip(strings, encoded, strict=True))
         # Texts too: a tokenizer can know tokens that the model has no row for.
-        out = [self._check_ids(f"input[{i}]", found.get(i, item)) for i, item in enumerate(items)]
+        vocab_size = self.card.vocab_size
+        out = [
+            checked_ids(f"input[{i}]", found.get(i, item), vocab_size)
+            for i, item in enumerate(items)
+        ]
         if empty := [i for i, ids in enumerate(out) if not len(ids)]:
             raise RequestError(f"input[{empty[0]}] has no tokens", f"input[{empty[0]}]")
         return out
-
-    def _check_ids(self, place: str, item: Text | Ids) -> Ids:
-        ids = np.asarray(item)
-        if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
-            raise RequestError(f"{place} is neither text nor token ids", place)
-        if len(ids) and not 0 <= ids.min() <= ids.max() < self.card.vocab_size:
-            message = f"{place}: token ids go from 0 to {self.card.vocab_size - 1}"
-            raise RequestError(message, place)
-        return ids.astype(np.int32)
-
-
-def _as_list(texts: Text | Sequence[Text]) -> list[Text]:
-    """Return a list also for a single text or a single list of token ids."""
-    if isinstance(texts, str) or (len(texts) and isinstance(texts[0], int | np.integer)):
-        return [cast("Text", texts)]
-    return list(cast("Sequence[Text]", texts))
-
-
-def _at_prompt(index: int, error: Exception) -> Exception:
-    """Say which prompt an error is about, if it is about one."""
-    place = f"prompts[{index}]"
-    if isinstance(error, RequestError):
-        return RequestError(f"{place}: {error}", place if error.field == "prompt" else error.field)
-    if isinstance(error, NonFiniteError):
-        return NonFiniteError(f"{place}: {error}", place)
-    return error
 
 
 def _check_options(

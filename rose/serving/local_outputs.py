@@ -10,6 +10,7 @@ from rose.models.card import RowOutput
 from rose.runtime.embedding import EmbedBatch, EmbeddingRuntime
 from rose.runtime.errors import NonFiniteError
 from rose.runtime.queue import EmbedJob, EmbedQueue, JobSlice
+from rose.runtime.spans import Spans
 from rose.serving.jobs import trailing
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def run_outputs(
     batch_tokens: int,
     pool_from: int = 0,
     unseen_token: int | None = None,
+    spans: Sequence[Ids] | None = None,
 ) -> Iterator[tuple[int, list[FloatRows]]]:
     """Run texts longest first and yield each as it is done.
 
@@ -40,10 +42,11 @@ def run_outputs(
         batch_tokens: tokens of a batch.
         pool_from: leading tokens of each text that are not pooled.
         unseen_token: texts end in this token, and their others do not see it.
+        spans: int32 [spans, 2] of each text, which are pooled instead of the text.
 
     Returns:
-        Pairs of a text's index and its rows of each output: float32 [1, D] for "text", else
-        [tokens, D].
+        Pairs of a text's index and its rows of each output: float32 [1, D] for "text", or
+        [spans, D], else [tokens, D].
 
     Raises:
         NonFiniteError: the model computed NaN or infinity; names `input[i]`.
@@ -54,8 +57,9 @@ def run_outputs(
     order = np.argsort(-lengths, kind="stable")
     packed, lengths = np.concatenate([ids[i] for i in order]), lengths[order]
     unseen = None if unseen_token is None else trailing(packed, lengths, unseen_token)
+    pooled = None if spans is None else _spans([spans[i] for i in order])
     queue = EmbedQueue()
-    queue.add(EmbedJob(packed, lengths, pool_from, outputs=outputs, unseen=unseen))
+    queue.add(EmbedJob(packed, lengths, pool_from, spans=pooled, outputs=outputs, unseen=unseen))
     running: list[tuple[list[JobSlice], LazyTensor[Any]]] = []
     while queue or running:
         while queue and len(running) < STEPS_IN_FLIGHT:
@@ -69,6 +73,10 @@ def run_outputs(
             parts = [_part(piece, one, output, part) for output, part in pairs]
             _check_finite(int(order[place]), parts)
             yield int(order[place]), parts
+
+
+def _spans(bounds: Sequence[Ids]) -> Spans:
+    return Spans(np.array([len(own) for own in bounds], np.int32), np.concatenate(bounds))
 
 
 def _part(piece: JobSlice, one: JobSlice, output: RowOutput, rows: FloatRows) -> FloatRows:
