@@ -147,6 +147,7 @@ def settings(arch, config):
             "rope.freq_base_swa": rope["sliding_attention"]["rope_theta"],
             "rope.scaling.type": "none",
             "vocab_size": config.vocab_size,
+            "classifier.pooling_type": 2,
         }
     if getattr(config, "head_dim", None) and arch not in ENCODERS:
         values |= {"attention.key_length": config.head_dim}

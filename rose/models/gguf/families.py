@@ -132,6 +132,8 @@ _MODERN: Table = {
     "ffn_down.weight": ("mlp.Wo.weight", "HF"),
 }
 
+# About heads, whose tensors are refused: without effect.
+_CLASSES = frozenset({"classifier.pooling_type", "classifier.output_labels"})
 _WINDOW = frozenset({"attention.sliding_window", "attention.sliding_window_pattern"})
 
 
@@ -233,6 +235,7 @@ FAMILIES = {
         layer=_BERT,
         top=_BERT_TOP,
         layers="encoder.layer",
+        settings=_CLASSES,
         is_encoder=True,
     ),
     "nomic-bert": Family(
@@ -250,7 +253,7 @@ FAMILIES = {
         not_in_first=frozenset({"attn_norm.weight"}),
         top=_MODERN_TOP,
         layers="layers",
-        settings=_WINDOW | {"rope.freq_base_swa", "hidden_activation"},
+        settings=_WINDOW | _CLASSES | {"rope.freq_base_swa", "hidden_activation"},
         is_encoder=True,
     ),
 }
