@@ -3,10 +3,10 @@
 import logging
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -26,7 +26,7 @@ from rose.models.plan import NO_HEAD, Plan, fingerprint, give_up_generation, pla
 from rose.models.quantized import check_quantization, choose_quantization
 from rose.models.splade import SpladePooler, share_decoder
 from rose.models.stored_codes import combine_codes
-from rose.models.tensors import open_tensors
+from rose.models.tensors import CheckpointTensors, HeaderTensors, open_tensors
 from rose.models.token_heads import TokenModules, load_token_vectors, load_token_weights
 from rose.models.tokenizer import read_tokenizer_card, read_tokenizer_json
 from rose.models.weights import NamedTensors, fill, name_tensors, wanted_parts
@@ -106,35 +106,70 @@ def load(
     tensors = open_tensors(plan.core)
     if plan.quantization is not None:
         combine_codes(tensors)
-    named = name_tensors(tensors, wanted_parts(module), plan.architecture.fused)
-    if plan.tie_embeddings:
-        share_stored_embedding(named)
+    named = _name(plan, module, tensors)
     chosen = _choose_dtype(plan, dtype, place, named)
     rounded = choose_quantization(plan, quantization)
     check_quantization(rounded, plan.tasks, chosen, place)
-    fill(module, named, chosen, place)
-    module.to(device=place)  # buffers: parameters are there already
-    backbone = cast("Backbone", module)
-    lm = _causal_lm(plan, backbone, named, chosen, place)
-    classifier = _classifier(plan, backbone, named, place)
-    embedding = (
-        _embedding(plan, plan.recipe, backbone, named, chosen, place) if plan.recipe else None
-    )
-    named.check_used((*plan.architecture.ignored, *plan.unused_head))
+    models = _fill(plan, module, named, chosen, place)
     for warning in plan.warnings:
         log.warning("%s: %s", plan.folder.path, warning)
     return LoadedModel(
-        backbone=backbone,
-        embedding=embedding,
-        lm=lm,
-        classifier=classifier,
-        card=_card(plan, chosen, rounded, name, embedding),
+        backbone=models.backbone,
+        embedding=models.embedding,
+        lm=models.lm,
+        classifier=models.classifier,
+        card=_card(plan, chosen, rounded, name, models.embedding),
         dtype=chosen,
         device=place,
         settings=plan.settings,
         warnings=plan.warnings,
         tokenizer_json=read_tokenizer_json(plan.core),
     )
+
+
+def check_weights(plan: Plan) -> None:
+    """Load a model from the headers of its weights alone: would `load` find what it needs?
+
+    Of PyTorch files and of stored codes nothing is known before they are read.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape, or is of no use.
+    """
+    if not plan.files.safetensors or plan.quantization is not None:
+        return
+    trial = replace(plan, settings=[], warnings=[])
+    module = build_backbone(trial)
+    named = _name(trial, module, HeaderTensors(plan.files))
+    _fill(trial, module, named, torch.float32, torch.device("meta"))
+
+
+class _Models(NamedTuple):
+    backbone: "Backbone"
+    embedding: EmbeddingModel | None
+    lm: CausalLM | None
+    classifier: Classifier | None
+
+
+def _name(plan: Plan, module: "nn.Module", tensors: CheckpointTensors) -> NamedTensors:
+    named = name_tensors(tensors, wanted_parts(module), plan.architecture.fused)
+    if plan.tie_embeddings:
+        share_stored_embedding(named)
+    return named
+
+
+def _fill(
+    plan: Plan, module: "nn.Module", named: NamedTensors, dtype: torch.dtype, device: torch.device
+) -> _Models:
+    """Fill the backbone, and make and fill what goes on top of it."""
+    fill(module, named, dtype, device)
+    module.to(device=device)  # buffers: parameters are there already
+    backbone = cast("Backbone", module)
+    lm = _causal_lm(plan, backbone, named, dtype, device)
+    classifier = _classifier(plan, backbone, named, device)
+    recipe = plan.recipe
+    embedding = _embedding(plan, recipe, backbone, named, dtype, device) if recipe else None
+    named.check_used((*plan.architecture.ignored, *plan.unused_head))
+    return _Models(backbone, embedding, lm, classifier)
 
 
 def build_backbone(plan: Plan) -> "nn.Module":

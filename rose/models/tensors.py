@@ -16,9 +16,17 @@ from torch import Tensor
 
 from rose.models.config import CheckpointFolder
 from rose.models.errors import CheckpointError
-from rose.models.weight_files import WeightFiles, find_weight_files
+from rose.models.weight_files import WeightFiles, find_weight_files, read_header
 
 Getter = Callable[[], Tensor]
+
+# Those that weights can have; whatever else is refused alike.
+_HEADER_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 
 
 class CheckpointTensors:
@@ -31,17 +39,20 @@ class CheckpointTensors:
             CheckpointError: a file is missing, damaged or refused.
         """
         self.paths = files.paths
+        self._safetensors = files.safetensors
         self._getters: dict[str, Getter] = {}
         self._files: dict[str, Path] = {}
         for path in files.paths:
-            opened = _open_safetensors(path) if files.safetensors else _open_torch(path)
-            for name, getter in opened:
+            for name, getter in self._open(path):
                 self._add(name, path, getter)
         for name, path in files.index.items():
             if self._files.get(name) != path:
                 raise CheckpointError(
                     f"tensor {name!r} is not in {path}, where the index says it is"
                 )
+
+    def _open(self, path: Path) -> Iterator[tuple[str, Getter]]:
+        return _open_safetensors(path) if self._safetensors else _open_torch(path)
 
     def _add(self, name: str, path: Path, getter: Getter) -> None:
         if name in self._files:
@@ -84,6 +95,15 @@ class CheckpointTensors:
         except (SafetensorError, OSError, RuntimeError) as error:
             path = self._files[name]
             raise CheckpointError(f"tensor {name!r} of {path} cannot be read: {error}") from error
+
+
+class HeaderTensors(CheckpointTensors):
+    """The same of safetensors files, on the meta device: shapes and dtypes without numbers."""
+
+    def _open(self, path: Path) -> Iterator[tuple[str, Getter]]:
+        for header in read_header(path):
+            dtype = _HEADER_DTYPES.get(header.dtype, torch.uint8)
+            yield header.name, partial(torch.empty, header.shape, dtype=dtype, device="meta")
 
 
 def open_tensors(folder: CheckpointFolder) -> CheckpointTensors:

@@ -95,10 +95,15 @@ def read_headers(files: WeightFiles) -> list[TensorHeader]:
     """
     if not files.safetensors:
         return []
-    return [header for path in files.paths for header in _read_header(path)]
+    return [header for path in files.paths for header in read_header(path)]
 
 
-def _read_header(path: Path) -> list[TensorHeader]:
+def read_header(path: Path) -> list[TensorHeader]:
+    """Read the header of a safetensors file.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
     entries, start = _header_entries(path)
     entries.pop("__metadata__", None)
     try:

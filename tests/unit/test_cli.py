@@ -35,15 +35,16 @@ def rose(*arguments):
     return caught.value.code
 
 
-def imported_by(*arguments):
+def imported_by(*arguments, code=0):
     """Run the command line in a process of its own and return what it has imported."""
-    code = (
+    program = (
         "import sys, atexit\n"
         "from rose.serving.cli import main\n"
         "atexit.register(lambda: print('\\n' + ' '.join(sys.modules)))\n"
         f"main({[str(a) for a in arguments]!r})\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == code
     return {name.partition(".")[0] for name in done.stdout.splitlines()[-1].split()}
 
 
@@ -236,8 +237,10 @@ def test_inspect_prints_a_table(bert, tmp_path, capsys, monkeypatch):
     assert "warning: the checkpoint has no modules.json" in capsys.readouterr().out
 
 
-def test_inspect_loads_nothing(bert):
-    assert "torch" not in imported_by("inspect", bert)
+def test_inspect_loads_torch_only_after_the_quick_checks(bert, tmp_path):
+    path = copy(bert, tmp_path / "bad")
+    edit_json(path / "config.json", num_hidden_layers=3)
+    assert "torch" not in imported_by("inspect", path, code=1)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,10 @@ import re
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rose.models.errors import CheckpointError
+from rose.models.loader import load
 from rose.serving import cli
 from rose.serving.inspect import inspect_checkpoint
 from tests.tiny import (
@@ -33,9 +35,46 @@ def rose(*arguments):
     return caught.value.code
 
 
-def test_inspect_says_what_it_did_not_check(bert, capsys):
+def test_inspect_says_what_it_checked(bert, tmp_path, capsys):
     assert rose("inspect", bert) == 0
-    assert "Weights are checked when they are loaded." in capsys.readouterr().out
+    assert "Names and shapes of the weights fit the config" in capsys.readouterr().out
+    path = copy(bert, tmp_path / "old")
+    torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
+    (path / "model.safetensors").unlink()
+    assert rose("inspect", path) == 0
+    assert "Weights in PyTorch files are checked when they are loaded" in capsys.readouterr().out
+
+
+QUERY = "encoder.layer.1.attention.self.query.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: {k: v for k, v in t.items() if k != QUERY}, f"tensor '{QUERY}' is missing from"),
+        (lambda t: t | {QUERY: t[QUERY][:16].clone()}, rf"'{QUERY}' .*has shape \[16, 32\]"),
+        (lambda t: t | {"encoder.layer.1.extra": torch.ones(2)}, "'encoder.layer.1.extra' of"),
+    ],
+)
+def test_inspect_finds_what_loading_would(bert, tmp_path, capsys, change, message):
+    path = copy(bert, tmp_path / "bad")
+    edit_tensors(path, change)
+    assert rose("inspect", path) == 1
+    found = capsys.readouterr().err
+    assert re.search(message, found)
+    with pytest.raises(CheckpointError) as caught:
+        load(path)
+    assert found == f"error: {caught.value}\n"
+
+
+@pytest.mark.parametrize("head", ["masked_lm", "classifier"])
+def test_inspect_finds_a_missing_part_of_a_head(tmp_path, capsys, head):
+    folder = save_encoder(tmp_path / "model", "bert", head=head)
+    assert rose("inspect", folder) == 0, capsys.readouterr().err
+    if head == "classifier":
+        edit_tensors(folder, lambda t: {k: v for k, v in t.items() if k != "classifier.bias"})
+        assert rose("inspect", folder) == 1
+        assert "classifier.bias' is missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,9 @@ def inspect(
 ) -> None:
     """Show what is read from a checkpoint, where from, and what becomes of it.
 
-    Nothing is loaded, so this is quick. A folder that cannot be served ends
-    with exit code 1 and the reason, as far as the weights' headers tell: each
-    tensor is checked when it is loaded. For example:
+    No weights are loaded, so this is quick: their names, shapes and types are
+    compared with what the model needs. A folder that cannot be served ends
+    with exit code 1 and the reason. For example:
 
     [bold]rose inspect ./all-MiniLM-L6-v2[/bold]
     """
