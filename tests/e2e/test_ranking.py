@@ -210,7 +210,7 @@ def test_what_a_model_cannot_do_is_said(others, rankers, minilm):
     answer = httpx.post(f"{others.url}/v1/rerank", json={**body, "model": "classifier"}, timeout=60)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == (
-        "The model 'classifier' cannot rank documents; it can: classify."
+        "The model 'classifier' cannot rank documents; it can: classify (/v1/classify)."
     )
     answer = httpx.post(f"{rankers.url}/v1/embeddings", json={"input": "a"}, timeout=60)
     assert answer.status_code == 400

@@ -163,7 +163,10 @@ def test_prompts_go_before_the_text():
 
 def test_only_classifiers_classify():
     http = Http({"ranker": ranker("ranker"), "embedder": StubClient(card("embedder"))})
-    for name, can in (("ranker", "score"), ("embedder", "embed")):
+    for name, can in (
+        ("ranker", "score (/v1/rerank, /v1/score)"),
+        ("embedder", "embed (/v1/embeddings)"),
+    ):
         error = error_of(http.post("/v1/classify", {"model": name, "input": "a"}))
         assert error["message"] == f"The model '{name}' cannot classify texts; it can: {can}."
 

@@ -9,6 +9,7 @@ import pytest
 from rose.models.card import PairTemplate, ScoringCard
 from rose.serving.client_api import EngineError
 from rose.serving.gateway import pairs
+from rose.serving.gateway.models import BY_COSINE
 from rose.serving.gateway.routes import OPERATIONS
 from tests.unit.gateway_stub import Http, StubClient, card, error_of, tokenizer_json
 
@@ -449,14 +450,23 @@ def mixed(**settings):
 def test_only_rankers_rank():
     http = mixed()
     assert rerank(http).json()["model"] == "ranker"
-    for name, can in (("embedder", "embed"), ("llm", "generate"), ("classifier", "classify")):
+    for name, can in (
+        ("embedder", f"embed (/v1/embeddings).{BY_COSINE}"),
+        ("llm", "generate (/v1/chat/completions, /v1/completions)."),
+        ("classifier", "classify (/v1/classify)."),
+    ):
         error = error_of(rerank(http, model=name))
         assert error["param"] == "model"
-        assert error["message"] == f"The model '{name}' cannot rank documents; it can: {can}."
+        assert error["message"] == f"The model '{name}' cannot rank documents; it can: {can}"
     assert error_of(rerank(http, model="nope"), 404)["code"] == "model_not_found"
     http = Http({"embedder": StubClient(card("embedder"))})
     error = error_of(rerank(http))
-    assert error["message"] == "No served model can rank documents; served: 'embedder' (embed)."
+    message = "No served model can rank documents; served: 'embedder' (embed)."
+    assert error["message"] == message + BY_COSINE
+    error = error_of(
+        http.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})
+    )
+    assert error["message"].startswith("No served model can generate text; served: 'embedder'")
 
 
 def test_two_rankers_need_a_name():

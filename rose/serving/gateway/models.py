@@ -13,6 +13,14 @@ from rose.serving.gateway.schemas import ModelInfo
 from rose.serving.gateway.tokenization import TokenizationError, Tokenizer
 
 LOOK_S = 0.5  # between looks for engines that have come
+# Where a task is asked for.
+ENDPOINTS: dict[Task, str] = {
+    "embed": "/v1/embeddings",
+    "generate": "/v1/chat/completions, /v1/completions",
+    "score": "/v1/rerank, /v1/score",
+    "classify": "/v1/classify",
+}
+BY_COSINE = " With the server's option --rank-by-cosine embedders rank too."
 
 
 @dataclass
@@ -87,6 +95,18 @@ class ServedModel:
             labels=list(card.scoring.labels) if card.scoring else [],
             output_types=list(embedding.outputs) if embedding else [],
         )
+
+
+def _endpoints(task: Task, card: ModelCard) -> str:
+    if task == "embed" and card.embedding and card.embedding.outputs == ("sparse",):
+        return "/embed_sparse"
+    return ENDPOINTS[task]
+
+
+def _hint(tasks: tuple[Task, ...], cards: list[ModelCard]) -> str:
+    """How else a model could rank, where that was asked."""
+    able = any(card.embedding and "dense" in card.embedding.outputs for card in cards)
+    return BY_COSINE if able and tasks == ("score",) else ""
 
 
 def _prompts(facts: EmbeddingCard | ScoringCard | None) -> dict[str, str]:
@@ -165,9 +185,9 @@ class ModelTable:
         if not model.client.ready:
             raise model.unavailable()
         if tasks and not set(tasks) & set(model.card.tasks):
-            can = ", ".join(model.card.tasks)
+            can = ", ".join(f"{task} ({_endpoints(task, model.card)})" for task in model.card.tasks)
             message = f"The model '{model.name}' cannot {doing}; it can: {can}."
-            raise bad_request(message, "model")
+            raise bad_request(message + _hint(tasks, [model.card]), "model")
         return model
 
     def can(self, *tasks: Task) -> bool:
@@ -188,5 +208,7 @@ class ModelTable:
         names = ", ".join(f"'{name}'" for name in self._models) or "none"
         if not fit:
             able = ", ".join(f"'{model.name}' ({', '.join(model.card.tasks)})" for model in self)
-            raise bad_request(f"No served model can {doing}; served: {able or 'none'}.", "model")
+            message = f"No served model can {doing}; served: {able or 'none'}."
+            cards = [model.card for model in self]
+            raise bad_request(message + _hint(tasks, cards), "model")
         raise bad_request(f"'model' is missing; served: {names}.", "model")

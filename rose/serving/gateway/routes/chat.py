@@ -15,7 +15,7 @@ from rose.serving.gateway.operation import BODY_ERRORS, Call, Operation
 async def chat(call: Call[ChatRequest]) -> Response:
     """Goes on with a conversation."""
     body, gateway = call.body, call.gateway
-    model = gateway.table.choose(body.model, "generate")
+    model = gateway.table.choose(body.model, "generate", doing="generate text")
     card = model.card
     tokenizer = await model.tokenizer(gateway.pool)
     head = Head.new("chatcmpl", model.name, card)

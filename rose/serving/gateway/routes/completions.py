@@ -19,7 +19,7 @@ from rose.serving.gateway.operation import BODY_ERRORS, Call, Operation
 async def completions(call: Call[CompletionRequest]) -> Response:
     """Continues prompts."""
     body, gateway = call.body, call.gateway
-    model = gateway.table.choose(body.model, "generate")
+    model = gateway.table.choose(body.model, "generate", doing="generate text")
     card = model.card
     tokenizer = await model.tokenizer(gateway.pool)
     head = Head.new("cmpl", model.name, card)
