@@ -34,8 +34,9 @@ def max_length(
     Raises:
         CheckpointError: a limit in a file is malformed, or the option asks for the impossible.
     """
-    setting = stated
-    if stated is None or option is not None:
+    if stated is not None and option is None:
+        setting = stated
+    else:
         setting = _wanted(folder, config, option, embeds=tasks != ("generate",))
     if "generate" in tasks and config.cached_positions is not None:
         return _cacheable(setting, config.cached_positions, option)

@@ -274,8 +274,9 @@ def _add_sentence_config(folder: CheckpointFolder, recipe: Recipe) -> Recipe:
     config = folder.json(SENTENCE_CONFIG) or {}
     where = str(folder.path / SENTENCE_CONFIG)
     model_type = config.get("model_type")
-    expected = ("SparseEncoder",) if recipe.splade else ("SentenceTransformer",)
-    expected = (PYLATE_TYPE, LIBRARY_TYPE) if recipe.late else expected
+    expected = ["SparseEncoder" if recipe.splade else "SentenceTransformer"]
+    if recipe.late:
+        expected = [PYLATE_TYPE, LIBRARY_TYPE]
     if model_type not in (None, *expected):
         raise CheckpointError(f"{where}: model_type: {model_type!r} does not embed")
     if config.get("max_active_dims") is not None:

@@ -21,9 +21,9 @@ from rose.serving.gateway.routes.ranking import (
     query_prompt,
     run,
     take_direction,
-    usage_of,
 )
 from rose.serving.gateway.routes.rerank import usage_fields
+from rose.serving.gateway.routes.vector_ranking import usage_of
 from rose.serving.gateway.settings import GatewaySettings
 from rose.serving.gateway.truncation import limit_of
 

@@ -8,7 +8,8 @@ from starlette.responses import Response
 from rose.serving.gateway.errors import bad_request
 from rose.serving.gateway.operation import BODY_ERRORS, Call, Operation
 from rose.serving.gateway.ranking_schemas import RankedText, RerankAnswer, RerankRequest
-from rose.serving.gateway.routes.ranking import Scored, check_count, score_pairs, text_of
+from rose.serving.gateway.routes.ranking import check_count, score_pairs, text_of
+from rose.serving.gateway.routes.vector_ranking import Scored
 from rose.serving.gateway.schemas import Usage
 from rose.serving.gateway.settings import GatewaySettings
 
