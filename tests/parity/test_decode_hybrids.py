@@ -14,6 +14,7 @@ from rose.runtime.options import SamplingParams
 from rose.runtime.worker import DeviceWorker
 from tests import tiny
 from tests.generation_rig import Rig
+from tests.parity.served import post
 from tests.parity.test_decode import (
     EOS,
     GREEDY,
@@ -301,3 +302,17 @@ def test_states_that_leave_no_room_are_said(tmp_path):
 def test_a_prefix_cache_without_states_is_refused(model, worker):
     with pytest.raises(AssertionError, match="no prefix has its state"):
         Rig(model, worker)
+
+
+def test_clients_see_what_was_found_in_the_cache(tmp_path):
+    """One of two equal prompts waits for the state that the other leaves."""
+    path = tiny.save_decoder(tmp_path / "model", "qwen3_5_text")
+    prompt = np.random.default_rng(5).integers(3, 70, 100).tolist()
+    request = {"prompt": prompt, "max_tokens": 12, "temperature": 0}
+    paths = [("/v1/completions", request)] * 2
+    salted = ("/v1/completions", request | {"cache_salt": "other"})
+    answers = [answer.json() for answer in post(path, *paths, salted, max_batch_tokens=256)]
+    assert len({answer["choices"][0]["text"] for answer in answers}) == 1
+    details = [answer["usage"]["prompt_tokens_details"] for answer in answers]
+    *equal, other = [detail["cached_tokens"] for detail in details]
+    assert (sorted(equal), other) == ([0, 96], 0)
