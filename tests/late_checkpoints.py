@@ -19,7 +19,8 @@ VOCABULARY = len(tiny.bert_vocabulary()) + len(MORE)
 
 def save_core(target, kind, **settings):
     """An encoder whose tokenizer knows punctuation and markers."""
-    settings = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, **settings}
+    positions = 140 if kind == "mpnet" else 64
+    settings = {"vocab_size": VOCABULARY, "max_position_embeddings": positions, **settings}
     tiny.save_encoder(target, kind, **settings)
     tokenizer = AutoTokenizer.from_pretrained(target)
     assert tokenizer.add_tokens(list(MORE)) == len(MORE)

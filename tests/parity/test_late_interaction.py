@@ -1,8 +1,12 @@
 """Late interaction: equal to sentence-transformers' MultiVectorEncoder, which reads all forms."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoTokenizer
 
 from rose import Engine
 from tests import late_checkpoints as late
@@ -18,6 +22,8 @@ FORMS = {
         path, "modernbert", attend_to_expansion_tokens=True
     ),
     "pylate-plain": lambda path: late.save_pylate(path, "bert", do_query_expansion=False),
+    "pylate-mpnet": lambda path: late.save_pylate(path, "mpnet"),
+    "pylate-roberta": lambda path: late.save_pylate(path, "roberta"),
     "stanford": late.save_stanford,
     "library-bert": lambda path: late.save_library(
         path, "bert", query_expansion={"strategy": "min", "length": 8}
@@ -105,3 +111,40 @@ def test_the_mean_of_matches(tmp_path):
     with Engine(folder, device="cpu") as engine:
         found = [engine.score(query, DOCUMENTS) for query in QUERIES[:2]]
     np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+def by_definition(folder, text, side):
+    """PyLate's own steps, written out: tokenise, mark, fill up, project, scale, skip."""
+    stated = json.loads((folder / "config_sentence_transformers.json").read_text())
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    room = stated[f"{side}_length"] - 1
+    ids = tokenizer(text, truncation=True, max_length=room).input_ids
+    ids.insert(1, tokenizer.convert_tokens_to_ids(stated[f"{side}_prefix"]))
+    attended = len(ids)
+    if side == "query":
+        ids += [tokenizer.mask_token_id] * (room + 1 - len(ids))
+    mask = torch.tensor([[1] * attended + [0] * (len(ids) - attended)])
+    model = AutoModel.from_pretrained(folder, attn_implementation="sdpa").eval()
+    with torch.no_grad():
+        hidden = model(torch.tensor([ids]), attention_mask=mask).last_hidden_state[0]
+    weight = load_file(folder / "1_Dense" / "model.safetensors")["linear.weight"]
+    vectors = torch.nn.functional.normalize(hidden @ weight.T, dim=1)
+    skipped = tokenizer.convert_tokens_to_ids(stated["skiplist_words"])
+    kept = [side == "query" or token not in skipped for token in ids]
+    return vectors[kept].numpy()
+
+
+@pytest.mark.parametrize("kind", ["bert", "modernbert"])
+def test_pylate_by_its_definition(tmp_path, kind):
+    folder = late.save_pylate(tmp_path / "model", kind)
+    long = "red kite, over the sea. " * 6
+    texts = {"query": [*QUERIES, long], "document": [*DOCUMENTS, long]}
+    bodies = [
+        ("/embed_all", {"inputs": rows, "input_type": side, "truncate": True})
+        for side, rows in texts.items()
+    ]
+    for (side, rows), answer in zip(texts.items(), post(folder, *bodies), strict=True):
+        for text, found in zip(rows, answer.json(), strict=True):
+            expected = by_definition(folder, text, side)
+            assert np.shape(found) == expected.shape
+            np.testing.assert_allclose(found, expected, atol=2e-5)
