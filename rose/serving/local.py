@@ -64,6 +64,7 @@ class Engine(ChunkMethods, GenerateMethods, ScoreMethods, TypeMethods):
         kv_cache_memory: int | None = None,
         tasks: Sequence[str] = (),
         deterministic: bool = False,
+        rank_by_cosine: bool = False,
     ) -> None:
         """Load a model folder.
 
@@ -80,6 +81,7 @@ class Engine(ChunkMethods, GenerateMethods, ScoreMethods, TypeMethods):
             kv_cache_memory: bytes for keys and values; None is a share of the free memory.
             tasks: "embed", "generate", "score", "classify"; none is what the checkpoint is for.
             deterministic: run each text alone, so that its vector is bit-equal in any company.
+            rank_by_cosine: let an embedder score and rank too, by the cosine of its vectors.
 
         Raises:
             CheckpointError: the folder cannot be served; the message says why.
@@ -102,6 +104,7 @@ class Engine(ChunkMethods, GenerateMethods, ScoreMethods, TypeMethods):
         loaded = self._served.loaded
         self._tokenizer = Tokenizer.from_card(loaded.card, loaded.tokenizer_json)
         self._local_generator = None
+        self._rank_by_cosine = rank_by_cosine
 
     @property
     def card(self) -> ModelCard:

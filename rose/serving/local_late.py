@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rose.models.card import Side
+from rose.models.card import LateInteraction, Side
 from rose.runtime.build import ServedModel
 from rose.runtime.errors import NonFiniteError, RequestError
 from rose.serving.gateway.embedding_input import Prepared, prepare
@@ -37,6 +37,7 @@ class LatePairs:
     query_of: list[int]
     places: list[str]
     truncated: int = 0
+    skips: tuple[int, int] = (0, 0)  # leading tokens of queries and documents that are not pooled
 
     @property
     def tokens(self) -> int:
@@ -51,10 +52,8 @@ class LateRanker:
         """Use the runtime of `served` that embeds."""
         assert served.embedding is not None
         assert served.card.embedding is not None
-        assert served.card.embedding.late is not None
         self._served, self._card, self._tokenizer = served, served.card, tokenizer
         self._runtime, self._facts = served.embedding, served.card.embedding
-        self._late = served.card.embedding.late
 
     def encode(
         self, query: str | Sequence[str], documents: Sequence[str], options: PairOptions
@@ -64,9 +63,7 @@ class LateRanker:
         Raises:
             RequestError: a text or an option does not fit.
         """
-        if "score" not in self._card.tasks:
-            can = ", ".join(self._card.tasks)
-            raise RequestError(f"model {self._card.name!r} cannot score; it can: {can}", "model")
+        self._check_task()
         if options.instruction:
             message = "instruction: the model reads none; prompt goes before the query"
             raise RequestError(message, "instruction")
@@ -91,6 +88,7 @@ class LateRanker:
             [0 if one else i for i in range(len(documents))],
             places,
             asked.truncated + found.truncated,
+            (asked.pool_from, found.pool_from),
         )
 
     def joined(self, parts: Sequence[LatePairs]) -> LatePairs:
@@ -102,6 +100,7 @@ class LateRanker:
             [s + i for s, part in zip(starts, parts, strict=False) for i in part.query_of],
             [place for part in parts for place in part.places],
             sum(part.truncated for part in parts),
+            max((part.skips for part in parts), default=(0, 0)),
         )
 
     def raw(self, encoded: LatePairs, progress: Progress | None = None) -> Floats:
@@ -112,13 +111,13 @@ class LateRanker:
         """
         queries: dict[int, FloatRows] = {}
         scores = np.zeros((len(encoded.documents), 1))
-        with _placed(["query"] * len(encoded.queries)):
+        with placed(["query"] * len(encoded.queries)):
             queries.update(self._vectors(encoded.queries, "query"))
         done = 0
-        with _placed(encoded.places):
+        with placed(encoded.places):
             for index, rows in self._vectors(encoded.documents, "document"):
                 query = queries[encoded.query_of[index]]
-                scores[index] = maxsim([query], [rows], mean=self._late.mean)
+                scores[index] = maxsim([query], [rows], mean=self._late().mean)
                 done += 1
                 if progress:
                     progress(done, len(encoded.documents))
@@ -138,12 +137,27 @@ class LateRanker:
         can = ", ".join(self._card.tasks)
         raise RequestError(f"model {self._card.name!r} cannot classify; it can: {can}", "model")
 
+    def _late(self) -> LateInteraction:
+        assert self._facts.late is not None
+        return self._facts.late
+
+    def _check_task(self) -> None:
+        if "score" not in self._card.tasks:
+            can = ", ".join(self._card.tasks)
+            raise RequestError(f"model {self._card.name!r} cannot score; it can: {can}", "model")
+
     def _prepare(
         self, texts: Sequence[str], side: Side, options: PairOptions, places: Sequence[str]
     ) -> Prepared:
+        body = self._request(texts, side, options)
+        settings = GatewaySettings(max_inputs=len(texts))
+        with placed(places), plainly():
+            return prepare(body, self._card, self._tokenizer, settings)
+
+    def _request(self, texts: Sequence[str], side: Side, options: PairOptions) -> EmbeddingRequest:
         is_query = side == "query"
         most = None if is_query else options.max_tokens_per_doc
-        body = EmbeddingRequest(
+        return EmbeddingRequest(
             input=list(texts),
             input_type=side,
             prompt=options.prompt if is_query else None,
@@ -151,9 +165,6 @@ class LateRanker:
             truncate=options.truncate if most is None else None,
             truncate_prompt_tokens=None if most is None else min(most, self._card.max_model_len),
         )
-        settings = GatewaySettings(max_inputs=len(texts))
-        with _placed(places), plainly():
-            return prepare(body, self._card, self._tokenizer, settings)
 
     def _vectors(self, ids: Sequence[Ids], side: Side) -> Iterator[tuple[int, FloatRows]]:
         unseen = unseen_token(self._facts, Prepared([], 0, 0, side))
@@ -165,11 +176,11 @@ class LateRanker:
             unseen_token=unseen,
         )
         for index, (rows,) in found:
-            yield index, of_texts(rows, [ids[index]], self._late, side)[0]
+            yield index, of_texts(rows, [ids[index]], self._late(), side)[0]
 
 
 @contextmanager
-def _placed(places: Sequence[str]) -> Iterator[None]:
+def placed(places: Sequence[str]) -> Iterator[None]:
     """Name the texts in errors as the arguments do."""
     try:
         yield

@@ -83,7 +83,10 @@ class LocalRanker:
         card = served.card
         if served.scoring is None or card.scoring is None:
             can = ", ".join(card.tasks)
-            raise RequestError(f"model {card.name!r} cannot score; it can: {can}", "model")
+            message = f"model {card.name!r} cannot score; it can: {can}"
+            if card.embedding is not None and "dense" in card.embedding.outputs:
+                message += "; with rank_by_cosine=True embedders score too"
+            raise RequestError(message, "model")
         self._served, self._card, self._tokenizer = served, card, tokenizer
         self._runtime: EmbeddingRuntime = served.scoring
         self._facts: ScoringCard = card.scoring

@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from rose.runtime.build import ServedModel
 from rose.serving.gateway.tokenization import Tokenizer
+from rose.serving.local_cosine import CosineRanker
 from rose.serving.local_late import LateRanker
 from rose.serving.local_ranking import (
     Classified,
@@ -19,7 +20,7 @@ from rose.serving.local_ranking import (
 )
 from rose.serving.local_rows import Progress
 
-# One that reads pairs, or one that compares vectors of tokens; each with pairs of its own.
+# One that reads pairs, or one that compares vectors; each with pairs of its own.
 Ranker = LocalRanker | LateRanker
 
 
@@ -29,6 +30,7 @@ class ScoreMethods:
     _served: ServedModel
     _tokenizer: Tokenizer
     _ranker: Ranker | None = None
+    _rank_by_cosine: bool = False
 
     def score(
         self,
@@ -137,8 +139,13 @@ class ScoreMethods:
             RequestError: the model does not.
         """
         if self._ranker is None:
-            embedding = self._served.card.embedding
-            is_late = embedding is not None and embedding.late is not None
-            make: type[LateRanker | LocalRanker] = LateRanker if is_late else LocalRanker
-            self._ranker = make(self._served, self._tokenizer)
+            self._ranker = self._kind()(self._served, self._tokenizer)
         return self._ranker
+
+    def _kind(self) -> type[Ranker]:
+        card = self._served.card
+        if card.embedding is not None and card.embedding.late is not None:
+            return LateRanker
+        if card.scoring is None and self._rank_by_cosine:
+            return CosineRanker
+        return LocalRanker

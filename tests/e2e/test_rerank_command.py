@@ -11,6 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from rose import Engine
+from rose.runtime.errors import RequestError
 from rose.serving.cli import main
 from rose.serving.offline import rerank as module
 from tests import tiny
@@ -224,3 +225,25 @@ def test_outputs_and_models_that_do_not_fit(model, capsys, tmp_path):
     embedder = tiny.save_bert(tmp_path / "embedder")
     assert rerank(embedder, "a.txt", "--query", "a", "-o", "x.jsonl") == 1
     assert "cannot score" in capsys.readouterr().err
+
+
+def test_an_embedder_ranks_by_cosine_where_that_is_asked_for(tmp_path, capsys):
+    path = tiny.save_bert(tmp_path / "embedder")
+    prompts = {"query": "the tea ", "document": "a hill "}
+    tiny.edit_json(path / "config_sentence_transformers.json", prompts=prompts)
+    texts = sentences(9)
+    Path("texts.txt").write_text("\n".join(texts) + "\n")
+    command = (path, "texts.txt", "--query", QUERY, "-o", "out.jsonl")
+    assert rerank(*command) == 1
+    assert "cannot score, only embed; --rank-by-cosine ranks" in capsys.readouterr().err
+    assert rerank(*command, "--rank-by-cosine") == 0
+    with Engine(path, max_batch_tokens=256, rank_by_cosine=True) as engine:
+        query = engine.embed(QUERY, prompt_name="query", normalize=True)
+        cosines = engine.embed(texts, prompt_name="document", normalize=True) @ query[0]
+        np.testing.assert_allclose(engine.score(QUERY, texts), cosines, atol=1e-6)
+        pairs = engine.score([QUERY, QUERY], texts[:2], prompt="", max_tokens_per_doc=8)
+        assert pairs.shape == (2,)
+    check_ranking(lines(), texts, cosines)
+    plain = Engine(path, max_batch_tokens=256)
+    with plain, pytest.raises(RequestError, match="rank_by_cosine=True"):
+        plain.rank(QUERY, texts)

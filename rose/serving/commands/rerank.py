@@ -73,6 +73,12 @@ class ScoreFlags:
         ),
     ] = None
     prompt: Annotated[str | None, typer.Option(help="Words to put before the query.")] = None
+    rank_by_cosine: Annotated[
+        bool,
+        typer.Option(
+            "--rank-by-cosine", help="Let an embedder rank, by the cosine of its vectors."
+        ),
+    ] = False
 
 
 @spread

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from rose.models.errors import CheckpointError
 from rose.models.plan import Plan, plan_checkpoint
 from rose.runtime.errors import NonFiniteError, RequestError
 from rose.serving.offline.chunks import Chunk, cut_chunks
@@ -62,6 +63,7 @@ class RerankFile:
     truncate: bool = False
     max_tokens_per_doc: int | None = None
     raw_scores: bool = False
+    rank_by_cosine: bool = False
     device: str = "auto"
     dtype: str = "auto"
     quantization: str | None = None
@@ -76,7 +78,15 @@ class RerankFile:
 # The options that the output depends on.
 _FACTS = (
     *("query", "keep", "top_n", "texts", "instruction", "prompt_name", "prompt", "truncate"),
-    *("max_tokens_per_doc", "raw_scores", "device", "dtype", "quantization", "attention"),
+    *(
+        "max_tokens_per_doc",
+        "raw_scores",
+        "rank_by_cosine",
+        "device",
+        "dtype",
+        "quantization",
+        "attention",
+    ),
     *("max_model_len", "max_batch_tokens", "deterministic"),
 )
 
@@ -104,13 +114,35 @@ def rerank_file(job: RerankFile, display: Display) -> Summary:
     check_output(job.output, force=job.force)
     _check_columns(job)
     source = _open(job)
-    plan = plan_checkpoint(job.model, max_model_len=job.max_model_len, tasks=("score",))
+    plan = _plan(job)
     job = replace(job, device=choose_device(job.device))
     with open_partial(job.output) as partial, resumable(partial):
         if job.restart:
             partial.clear()
         partial.resume(_facts(job, source, plan))
         return _Run(job, source, partial, display).run()
+
+
+def _plan(job: RerankFile) -> Plan:
+    try:
+        return plan_checkpoint(job.model, max_model_len=job.max_model_len, tasks=(_task(job),))
+    except CheckpointError as error:
+        if not job.rank_by_cosine and _embeds(job.model):
+            message = f"{error}; --rank-by-cosine ranks by the vectors of an embedder"
+            raise CheckpointError(message) from error
+        raise
+
+
+def _task(job: RerankFile) -> str:
+    """What the model is loaded for: to embed where it is to rank so and no ranker."""
+    by_vectors = job.rank_by_cosine and "score" not in plan_checkpoint(job.model).tasks
+    return "embed" if by_vectors else "score"
+
+
+def _embeds(model: str) -> bool:
+    with contextlib.suppress(CheckpointError):
+        return "embed" in plan_checkpoint(model).tasks
+    return False
 
 
 def _check_columns(job: RerankFile) -> None:
@@ -216,7 +248,8 @@ class _Run:
             max_model_len=job.max_model_len,
             max_batch_tokens=_batch_tokens(job),
             deterministic=job.deterministic,
-            tasks=("score",),
+            tasks=(_task(job),),
+            rank_by_cosine=job.rank_by_cosine,
         )
 
     def _options(self) -> "PairOptions":
@@ -308,8 +341,8 @@ class _Run:
     def _activated(self, raw: Floats) -> Floats:
         from rose.models.output import activate_scores
 
-        scoring = plan_checkpoint(self._job.model, tasks=("score",)).scoring
-        if scoring is None:  # vectors of tokens are compared: there is no activation
+        scoring = plan_checkpoint(self._job.model, tasks=(_task(self._job),)).scoring
+        if scoring is None:  # vectors are compared: there is no activation
             return raw
         return activate_scores(raw, scoring.card.activation)
 
