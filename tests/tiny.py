@@ -62,6 +62,8 @@ from transformers import (
     XLMRobertaModel,
 )
 
+from tests import jina_bert
+
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -79,6 +81,7 @@ WORDS = (
     "longer",
     "words",
 )
+jina_bert.register()  # transformers knows the others
 BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 ROBERTA_SPECIAL = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
 Classes = tuple[type[PretrainedConfig], type[PreTrainedModel]]
@@ -87,6 +90,8 @@ ENCODERS: dict[str, Classes] = {
     "bert": (BertConfig, BertModel),
     "distilbert": (DistilBertConfig, DistilBertModel),
     "gte": (GteConfig, GteModel),
+    "jina_bert": (jina_bert.JinaBertConfig, jina_bert.JinaBertModel),
+    "jina_bert_code": (jina_bert.JinaBertCodeConfig, jina_bert.JinaBertCodeModel),
     "modernbert": (ModernBertConfig, ModernBertModel),
     "mpnet": (MPNetConfig, MPNetModel),
     "nomic_bert": (NomicBertConfig, NomicBertModel),
@@ -260,7 +265,7 @@ def save_encoder(
         "classifier": AutoModelForSequenceClassification.from_config,
     }[head]
     spread(build(config), seed).save_pretrained(path)
-    is_bert = kind in ("bert", "distilbert", "modernbert", "nomic_bert")
+    is_bert = kind in ("bert", "distilbert", "modernbert", "nomic_bert") or "jina" in kind
     (bert_tokenizer() if is_bert else roberta_tokenizer()).save_pretrained(path)
     return path
 

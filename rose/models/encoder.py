@@ -81,9 +81,19 @@ class Encoder(nn.Module):
         self.vocab_size = config.vocab_size
         self.max_positions = config.max_positions
         indices = range(config.num_layers)
-        layers = [EncoderLayer(config, index, names(index), bias) for index in indices]
+        layers = [self.make_layer(config, index, names(index), bias) for index in indices]
         self.layers = nn.ModuleList(layers)
         self.attention_specs = [layer.attention.spec for layer in layers]
+
+    def make_layer(
+        self,
+        config: "EncoderConfig",
+        index: int,
+        names: LayerNames,
+        bias: "PositionBias | None",
+    ) -> "EncoderLayer":
+        """Declare the weights of layer `index`."""
+        return EncoderLayer(config, index, names, bias)
 
     def encode(self, x_TC: Tensor, batch: "TokenBatch", rotation: Rotation | None = None) -> Tensor:
         """Return the last layer's hidden states [T, C] of embedded tokens."""
@@ -125,10 +135,20 @@ class EncoderLayer(FusableLayer):
     ) -> None:
         """Declare the weights of layer `index`."""
         super().__init__()
-        self.attention = EncoderAttention(config, index, names, bias)
+        self.attention = self.make_attention(config, index, names, bias)
         self.mlp = MLP(config, names)
         self.norm = LayerNorm(names.mlp_norm, config.hidden_size, config.norm_eps)
         self.block: EncoderBlock | None = None
+
+    def make_attention(
+        self,
+        config: "EncoderConfig",
+        index: int,
+        names: LayerNames,
+        bias: "PositionBias | None",
+    ) -> "EncoderAttention":
+        """Declare the weights of attention."""
+        return EncoderAttention(config, index, names, bias)
 
     def fuse(self) -> None:
         """Look for a kernel of the whole layer."""
@@ -186,12 +206,16 @@ class EncoderAttention(nn.Module):
         self.output = Linear(names.output, inner, size, bias=config.attention_bias)
         self.norm = LayerNorm(names.attention_norm, size, config.norm_eps)
 
+    def project(self, x_TC: Tensor) -> tuple[Tensor, ...]:
+        """Return queries, keys and values of all heads, [T, heads * head size] each."""
+        return self.qkv.split(x_TC)
+
     def forward(
         self, x_TC: Tensor, attention: "AttentionBatch", rotation: Rotation | None
     ) -> Tensor:
         """Return [T, C]."""
         heads = (self.spec.num_heads, self.spec.head_dim)
-        q_THD, k_THD, v_THD = (part_TC.unflatten(1, heads) for part_TC in self.qkv.split(x_TC))
+        q_THD, k_THD, v_THD = (part_TC.unflatten(1, heads) for part_TC in self.project(x_TC))
         if rotation is None:
             out_THD = attention.attend(q_THD, k_THD, v_THD, self.spec)
         else:

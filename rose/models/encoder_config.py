@@ -23,10 +23,10 @@ IGNORED = (
 class EncoderConfig:
     """Facts of a post-norm encoder.
 
-    `max_positions` counts usable tokens. Without `rope`, positions are rows of a table of
-    `stated_positions` rows; where that is more, the first rows are not used. `type_vocab_size` is
-    0 where there are no segments. The biases are those of the attention's projections and of the
-    MLP's first and last.
+    `max_positions` counts usable tokens. Without `rope` and `slopes`, positions are rows of a table
+    of `stated_positions` rows; where that is more, the first rows are not used. `slopes` has one
+    for each head where scores fall with distance (ALiBi). `type_vocab_size` is 0 where there are no
+    segments. The biases are those of the attention's projections and of the MLP's first and last.
     """
 
     vocab_size: int
@@ -45,11 +45,12 @@ class EncoderConfig:
     up_bias: bool = True
     down_bias: bool = True
     causal: bool = False
+    slopes: tuple[float, ...] = ()
 
     @property
     def learned_positions(self) -> bool:
         """Whether positions are rows of a table."""
-        return self.rope is None
+        return self.rope is None and not self.slopes
 
     @property
     def segments(self) -> int:
@@ -69,16 +70,18 @@ def read_encoder_config(
     max_positions: int = 512,
     type_vocab_size: int = 2,
     activation: str = "gelu",
+    positions: str = "absolute",
 ) -> EncoderConfig:
     """Read config.json with BERT's keys, which most encoders share.
 
-    The numbers are `transformers`' defaults for the architecture where they differ from BERT's.
+    The numbers are `transformers`' defaults for the architecture where they differ from BERT's;
+    `positions` is the kind that it computes.
 
     Raises:
         CheckpointError: a setting of the wrong type, or one that ROSE does not compute.
     """
-    _refuse_variants(reader)
-    positions = reader.size("max_position_embeddings", max_positions)
+    _refuse_variants(reader, positions)
+    stated = reader.size("max_position_embeddings", max_positions)
     hidden, heads = reader.size("hidden_size", 768), reader.size("num_attention_heads", 12)
     return EncoderConfig(
         vocab_size=reader.size("vocab_size", vocab_size),
@@ -90,8 +93,8 @@ def read_encoder_config(
         activation=reader.get("hidden_act", activation, str),
         norm_eps=reader.get("layer_norm_eps", 1e-12, float),
         type_vocab_size=reader.size("type_vocab_size", type_vocab_size) if type_vocab_size else 0,
-        max_positions=positions,
-        stated_positions=positions,
+        max_positions=stated,
+        stated_positions=stated,
     )
 
 
@@ -123,12 +126,12 @@ def leave_out_padding(config: EncoderConfig, reader: "ConfigReader", pad_id: int
     return replace(config, max_positions=usable)
 
 
-def _refuse_variants(reader: "ConfigReader") -> None:
-    positions = reader.get("position_embedding_type", "absolute", str)
-    if positions != "absolute":
+def _refuse_variants(reader: "ConfigReader", positions: str) -> None:
+    found = reader.get("position_embedding_type", "absolute", str)
+    if found != positions:
         raise CheckpointError(
-            f"{reader.file}: position_embedding_type: {positions!r} is not supported, "
-            "only 'absolute'"
+            f"{reader.file}: position_embedding_type: {found!r} is not supported, "
+            f"only {positions!r}"
         )
     if reader.get("is_decoder", False, bool):
         raise CheckpointError(f"{reader.file}: is_decoder: an encoder as a decoder is no encoder")

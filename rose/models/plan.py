@@ -22,7 +22,7 @@ from rose.models.quantized import CODES, read_quantization
 from rose.models.recipe import Recipe, read_modules, read_recipe, transformer_path
 from rose.models.recipe_late import LateSettings, is_late, read_late_settings
 from rose.models.recipe_modules import TOKEN_VECTORS_FILE, TOKEN_WEIGHTS_FILE, SpladeModule
-from rose.models.registry import ARCHITECTURES
+from rose.models.registry import ARCHITECTURES, UNSUPPORTED, VARIANTS
 from rose.models.scoring import Scoring, read_classifier, read_yes_no
 from rose.models.tasks import choose_tasks, is_classifier
 from rose.models.transformer_module import (
@@ -97,7 +97,7 @@ def plan_checkpoint(
     subfolder = transformer_path(folder)
     core = CheckpointFolder(folder.path / subfolder) if subfolder else folder
     reader = _config_reader(core, bidirectional)
-    architecture = _architecture(reader)
+    architecture, architecture_source = _architecture(reader, core)
     files = find_weight_files(core)
     check_counts(reader, files)
     config = architecture.read_config(reader)
@@ -120,7 +120,7 @@ def plan_checkpoint(
         files=files,
         quantization=read_quantization(reader.values, reader.file),
         settings=[
-            Setting("architecture", architecture.name, f"{CONFIG_FILE}: model_type"),
+            Setting("architecture", architecture.name, architecture_source),
             Setting("tasks", chosen, tasks_source),
             limit,
             *reader.settings,
@@ -253,21 +253,25 @@ def _config_reader(core: CheckpointFolder, bidirectional: bool | None) -> Config
     return reader
 
 
-def _architecture(reader: ConfigReader) -> Architecture:
+def _architecture(reader: ConfigReader, core: CheckpointFolder) -> tuple[Architecture, str]:
+    """Return the registry's entry, and what says that it is the one."""
     model_type = reader.optional("model_type", str, record=False)
     if model_type is None:
         raise CheckpointError(f"{reader.file}: model_type is missing")
     if model_type not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
+        why = f": {UNSUPPORTED[model_type]}" if model_type in UNSUPPORTED else ""
         raise CheckpointError(
-            f"{reader.file}: model_type: {model_type!r} is not supported. Known: {known}."
+            f"{reader.file}: model_type: {model_type!r} is not supported{why}. Known: {known}."
         )
     read_quantization(reader.values, reader.file)
-    reader.architecture = model_type
-    architecture = ARCHITECTURES.load(model_type)
+    name = VARIANTS.load(model_type)(reader, core) if model_type in VARIANTS else model_type
+    reader.architecture = name
+    architecture = ARCHITECTURES.load(name)
     if architecture.text_key is not None:
         _enter_text_config(reader, architecture.text_key)
-    return architecture
+    what = "model_type" if name == model_type else "model_type, architectures and the weights"
+    return architecture, f"{CONFIG_FILE}: {what}"
 
 
 def _enter_text_config(reader: ConfigReader, key: str) -> None:

@@ -1,7 +1,10 @@
 """The architectures that ROSE can serve, by `model_type` of config.json. Free of torch."""
 
+from collections.abc import Callable
+
 from rose.kernels.registry import Registry
 from rose.models.architecture import Architecture
+from rose.models.config import CheckpointFolder, ConfigReader
 
 ARCHITECTURES: Registry[Architecture] = Registry(
     "architecture (model_type)",
@@ -13,6 +16,8 @@ ARCHITECTURES: Registry[Architecture] = Registry(
         "gemma2": "rose.models.gemma_config:GEMMA2",
         "gemma3_text": "rose.models.gemma_config:GEMMA3",
         "gte": "rose.models.gte_config:GTE",
+        "jina_bert": "rose.models.jina_config:JINA_BERT",
+        "jina_bert_code": "rose.models.jina_config:JINA_BERT_CODE",
         "llama": "rose.models.decoder_config:LLAMA",
         "mistral": "rose.models.decoder_config:MISTRAL",
         "modernbert": "rose.models.modernbert_config:MODERNBERT",
@@ -31,4 +36,15 @@ ARCHITECTURES: Registry[Architecture] = Registry(
         "roberta": "rose.models.roberta_config:ROBERTA",
         "xlm-roberta": "rose.models.roberta_config:XLM_ROBERTA",
     },
+)
+
+# Functions that tell which architecture a `model_type` stands for, where that is not enough.
+VARIANTS: Registry[Callable[[ConfigReader, CheckpointFolder], str]] = Registry(
+    "model_type with variants", {"bert": "rose.models.jina_config:tell_variant"}
+)
+# Why ROSE does not know a `model_type` that many would look for.
+UNSUPPORTED = dict.fromkeys(
+    ("deberta", "deberta-v2"),
+    "its attention scores queries and keys against positions too (disentangled attention), "
+    "which ROSE does not compute",
 )

@@ -20,7 +20,8 @@ from tests.batches import ragged, run_paged
 from tests.parity.oracle import sequences
 
 FUSED = {
-    *("bert", "distilbert", "gte", "mpnet", "nomic_bert", "roberta", "xlm-roberta"),
+    *("bert", "distilbert", "gte", "jina_bert", "mpnet", "nomic_bert", "roberta"),
+    "xlm-roberta",
     *("gemma", "llama", "mistral", "phi3", "qwen2", "qwen3"),
 }
 WITH_EXPERTS = {"qwen3_moe"}

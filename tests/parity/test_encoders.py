@@ -61,6 +61,12 @@ VARIANTS = [
     ("distilbert", {"activation": "relu", "n_heads": 2, "hidden_dim": 20}),
     ("gte", {"type_vocab_size": 0, "hidden_act": "silu"}),
     ("gte", {"type_vocab_size": 2, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
+    ("jina_bert", {"hidden_size": 48, "num_attention_heads": 6}),
+    ("jina_bert", {"hidden_size": 48, "num_attention_heads": 6, "feed_forward_type": "reglu"}),
+    ("jina_bert", {"feed_forward_type": "original", "hidden_act": "relu", "type_vocab_size": 1}),
+    ("jina_bert_code", {"hidden_size": 48, "num_attention_heads": 6}),
+    ("jina_bert_code", {"feed_forward_type": "reglu", "layer_norm_eps": 1e-3}),
+    ("jina_bert_code", {"feed_forward_type": "original", "hidden_act": "relu"}),
     ("modernbert", {"norm_bias": True, "attention_bias": True, "mlp_bias": True}),
     ("modernbert", {"local_attention": 5, "hidden_activation": "silu", "norm_eps": 1e-3}),
     ("modernbert", {"layer_types": [SLIDING, FULL, SLIDING], "local_attention": 2}),
@@ -81,7 +87,7 @@ def test_variants(tmp_path, kind, overrides):
     check(tiny.save_encoder(tmp_path, kind, **overrides))
 
 
-@pytest.mark.parametrize("kind", ["bert", "nomic_bert", "roberta"])
+@pytest.mark.parametrize("kind", ["bert", "jina_bert", "nomic_bert", "roberta"])
 def test_segments(checkpoints, kind):
     path = checkpoints[kind]
     ids, types = [2, 5, 6, 3, 7, 8, 3], [0, 0, 0, 0, 1, 1, 1]
