@@ -95,12 +95,16 @@ def test_examples_work(http):
 def test_schemas_frozen():
     """Fields of a request are an interface: these lists change only on purpose."""
     common = (
-        "add_special_tokens bad_words cache_salt frequency_penalty guided_choice guided_grammar "
-        "guided_json guided_regex ignore_eos include_stop_str_in_output logit_bias logits_processors "
-        "logprobs max_completion_tokens max_tokens min_p min_tokens model n presence_penalty priority "
-        "prompt_logprobs repetition_penalty request_id response_format seed skip_special_tokens stop "
-        "stop_token_ids stream stream_options structured_outputs temperature top_k top_p "
-        "truncate_prompt_tokens use_beam_search user"
+        "add_special_tokens allowed_token_ids bad_words cache_salt custom_logit_processor "
+        "dry_multiplier ebnf epsilon_cutoff eta_cutoff frequency_penalty grammar "
+        "guided_choice guided_grammar guided_json guided_regex ignore_eos "
+        "include_stop_str_in_output json_schema logit_bias logits_processors logprobs "
+        "max_completion_tokens max_tokens min_p min_tokens mirostat model n "
+        "no_repeat_ngram_size num_beams penalty_alpha presence_penalty priority "
+        "prompt_logprobs regex repetition_penalty request_id response_format seed "
+        "skip_special_tokens stop stop_regex stop_token_ids stream stream_options "
+        "structural_tag structured_outputs temperature tfs_z top_a top_k top_p "
+        "truncate_prompt_tokens typical_p use_beam_search user xtc_probability"
     )
     chat_fields = (
         "add_generation_prompt audio chat_template chat_template_kwargs continue_final_message "
@@ -151,6 +155,24 @@ def test_bans_of_the_checkpoint_hold_unless_a_request_says_otherwise(backend):
     assert sampling_of(http).min_tokens == 0
     answer(http, max_tokens=1)
     assert sampling_of(http).min_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "neutral"),
+    [
+        ("no_repeat_ngram_size", 3, 0),
+        ("num_beams", 4, 1),
+        ("typical_p", 0.5, 1.0),
+        ("mirostat", 2, 0),
+        ("grammar", "root ::= a", ""),
+        ("json_schema", {}, None),
+        ("allowed_token_ids", [5], []),
+        ("xtc_probability", 0.1, 0.0),
+    ],
+)
+def test_what_other_servers_know_and_would_change_the_text_is_refused(http, name, value, neutral):
+    assert error_of(chat(http, **{name: value}))["param"] == name
+    assert chat(http, **{name: neutral}).status_code == 200
 
 
 NULLS = [

@@ -6,7 +6,8 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from rose.runtime.options import Priority
-from rose.serving.gateway.schemas import ChatMessage, Request
+from rose.serving.gateway.schemas import ChatMessage
+from rose.serving.gateway.unsupported_fields import UnsupportedFields
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -33,7 +34,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     ] = None
 
 
-class GenerationRequest(Request, kw_only=True):
+class GenerationRequest(UnsupportedFields, kw_only=True):
     """How text is generated: fields of chat completions and of completions."""
 
     max_tokens: Annotated[
@@ -103,16 +104,6 @@ class GenerationRequest(Request, kw_only=True):
         str | None,
         Meta(description="Cached prefixes are shared by requests of the same salt only."),
     ] = None
-    use_beam_search: _NotSupported = None
-    truncate_prompt_tokens: _NotSupported = None
-    prompt_logprobs: _NotSupported = None
-    guided_json: _NotSupported = None
-    guided_regex: _NotSupported = None
-    guided_choice: _NotSupported = None
-    guided_grammar: _NotSupported = None
-    structured_outputs: _NotSupported = None
-    bad_words: _NotSupported = None
-    logits_processors: _NotSupported = None
 
 
 class FunctionCall(msgspec.Struct, kw_only=True, omit_defaults=True):

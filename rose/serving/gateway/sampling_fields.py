@@ -13,21 +13,9 @@ from rose.serving.gateway.generation_schemas import (
     GenerationRequest,
     ResponseFormat,
 )
+from rose.serving.gateway.unsupported_fields import UNSUPPORTED, asks
 
 ANY_OBJECT = '{"type": "object"}'
-
-_UNSUPPORTED = (
-    "use_beam_search",
-    "truncate_prompt_tokens",
-    "prompt_logprobs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "structured_outputs",
-    "bad_words",
-    "logits_processors",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +44,8 @@ def refuse(body: GenerationRequest, names: Iterable[str] = ()) -> None:
     Raises:
         ApiError: 400.
     """
-    for name in (*_UNSUPPORTED, *names):
-        if _asks(getattr(body, name)):
+    for name in (*UNSUPPORTED, *names):
+        if asks(name, getattr(body, name)):
             raise bad_request(f"'{name}' is not supported.", name)
 
 
@@ -166,11 +154,6 @@ def grammar_of(form: ResponseFormat | None, facts: GenerationCard) -> str | None
         field = "response_format.json_schema.schema"
         raise bad_request(f"'{field}' is missing.", field)
     return json.dumps(form.json_schema.schema, ensure_ascii=False)
-
-
-def _asks(value: object) -> bool:
-    """Whether a value asks for anything: 0 log-probabilities and options left out ({}) do."""
-    return value is not False and value not in (None, "", [])
 
 
 def _first(wanted: float | None, checkpoint: float | None, neutral: float) -> float:
