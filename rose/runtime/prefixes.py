@@ -111,7 +111,6 @@ class Prefixes:
 
     def settle(self, row: PlanRow) -> None:
         """Note that the step of a row is done: what it was to keep is kept by now, or never."""
-        for mark, kept in row.kept:
-            row.sequence.marks.discard(mark)
+        for _, kept in row.kept:
             assert self._pool.snapshots is not None, "a state was kept without snapshots"
             self._pool.snapshots.settle(kept)

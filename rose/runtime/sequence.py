@@ -47,7 +47,7 @@ class Sequence:
         registered: leading pages that were offered to the prefix cache; `parent` is the next
             one's.
         snapshot: row of the state that its first step has to start from.
-        marks: positions ahead, or in flight, whose state is kept for others to start from.
+        marks: positions whose state is kept, for others to start from.
         kept: serial numbers of the cached pages at whose end its state was kept.
         cached_tokens: prompt tokens found in the prefix cache when it was first admitted.
         prompt_rows: leading prompt positions whose log-probabilities need no more computing.

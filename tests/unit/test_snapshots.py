@@ -133,8 +133,8 @@ def test_snapshots_lie_at_ends_of_pages():
         with_snapshots(1, page_size=5)
 
 
-def rig(snapshots=8, seqs=4, **squeeze):
-    kept = Snapshots(snapshots, SLOTS_PER_SEQUENCE * seqs, gap=4, interval=16)
+def rig(snapshots=8, seqs=4, interval=16, **squeeze):
+    kept = Snapshots(snapshots, SLOTS_PER_SEQUENCE * seqs, gap=4, interval=interval)
     rig = scheduler_tests.Rig(seqs=seqs, snapshots=kept, **squeeze)
     device = StateDevice(
         rig.pool.num_pages, rig.pool.page_size, rig.scheduler.num_slots + snapshots
@@ -180,6 +180,18 @@ def test_texts_that_wait_together_share_what_they_have_in_common():
         served.assert_solo(n, prompt, max_tokens=4, ignore_eos=True)
 
 
+@pytest.mark.parametrize(("interval", "waits"), [(16, True), (512, False)])
+def test_nobody_waits_for_pages_whose_state_is_not_kept(interval, waits):
+    served = rig(num_pages=200, tokens=60, model_len=300, interval=interval, depth=1)
+    served.add("long", [*TEXT, *TEXT, 8], max_tokens=2, ignore_eos=True)
+    served.launch()
+    served.add("short", [*TEXT, *TEXT[:40], 7], max_tokens=2, ignore_eos=True)
+    served.land()
+    rows = served.launch().rows
+    assert ("short" not in {row.sequence.request_id for row in rows}) is waits
+    served.drain()
+
+
 def test_a_long_output_is_found_by_the_next_turn():
     served = rig(num_pages=40)
     serve(served, 1, TEXT[:6], max_tokens=30)
@@ -199,11 +211,15 @@ def test_a_preempted_sequence_starts_from_a_kept_state():
 
 def test_a_state_that_was_not_finite_is_found_by_nobody():
     """It lies at a page of another sequence, which has the same tokens and is sound."""
-    served = rig(num_pages=80, seqs=4)
-    serve(served, 1, TEXT[:22])
+    served = rig(num_pages=80, seqs=4, depth=1)
+    served.add(1, TEXT[:22], max_tokens=20, ignore_eos=True)
+    for _ in range(3):
+        served.step()
     served.add(2, [*TEXT[:14], *[8] * 10], max_tokens=3)
-    served.launch()
-    served.land(broken=[0])
+    served.step()
+    assert served.pool.find(TEXT, "", 14).snapshot is not None, "the second has kept its state"
+    plan = served.launch()
+    served.land(broken=[index for index, row in enumerate(plan.rows) if row.num_tokens > 1])
     served.drain()
     assert isinstance(served.ended[2], Exception)
     assert serve(served, 3, [*TEXT[:14], *[7] * 10]) == 0
