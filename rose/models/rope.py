@@ -252,8 +252,10 @@ def _rotary_dim(reader: ConfigReader, rope: ConfigReader, facts: RopeFacts) -> i
     """Return how many channels of a head rotate."""
     for source in (rope, reader):
         share = source.optional("partial_rotary_factor", float)
-        if share in (None, 1.0):
+        if share is None:
             continue
+        if share == 1.0:
+            return facts.dim
         if not facts.partial:
             raise CheckpointError(
                 f"{source.file}: partial_rotary_factor: {share} is not supported by this "

@@ -149,6 +149,10 @@ PHI3_ROPES = [
     {"partial_rotary_factor": 0.5},
     {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
     {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+    {
+        "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0},
+        "partial_rotary_factor": 0.5,
+    },
     {"rope_scaling": LONGROPE, "partial_rotary_factor": 0.5},
     {"rope_scaling": LONGROPE | {"attention_factor": 1.2}, "partial_rotary_factor": 0.5},
     {"rope_scaling": LONGROPE | {"factor": 4.0}, "partial_rotary_factor": 0.5},
