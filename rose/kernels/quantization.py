@@ -4,8 +4,9 @@ Of 8 bits a group has a scale. Of 4 bits it has a scale and a minimum, what code
 are too few to spend any beyond the group's least and greatest weight.
 
 `quantize` makes them. `quantized_linear` says what a layer with such weights computes, in torch
-ops: the kernels of `rose.kernels.cpu` compute the same, and faster. Its inputs are encoded too,
-each group of a row in 256 steps from its least number to its greatest.
+ops: the kernels of `rose.kernels.cpu` compute the same, and faster. Its inputs are encoded too:
+for weights of 8 bits each group of a row in 256 steps from its least number to its greatest, for
+those of 4 bits in 255 steps around zero.
 
 Shape letters: T tokens, I input channels, O output channels, G groups of inputs, K inputs of one.
 """
@@ -228,12 +229,24 @@ def _refine(groups: _Groups, codes_OGK: Tensor) -> _Fit:
     return _Fit.of(groups, scales_OG, weight_OG - scales_OG * code_OG)
 
 
-def encode_inputs(x_TI: Tensor) -> Tensor:
-    """Return what is left of inputs once each group of a row is rounded to 256 steps: [T, I]."""
+def encode_inputs(x_TI: Tensor, bits: int) -> Tensor:
+    """Return what is left of inputs once each group of a row is rounded to steps: [T, I].
+
+    Args:
+        x_TI: floating point, [T, I].
+        bits: of the weights that they are multiplied with.
+    """
     inputs = x_TI.shape[1]
     last = inputs % GROUP or GROUP
     parts = [x_TI[:, : inputs - last].unflatten(1, (-1, GROUP)), x_TI[:, None, inputs - last :]]
-    return torch.cat([_round_to_steps(part).flatten(1) for part in parts], 1)
+    rounding = _round_to_steps if bits == 8 else _round_around_zero
+    return torch.cat([rounding(part).flatten(1) for part in parts], 1)
+
+
+def _round_around_zero(x_TGK: Tensor) -> Tensor:
+    step_TG1 = x_TGK.abs().amax(-1, keepdim=True) / 127
+    divisor_TG1 = torch.where(step_TG1 == 0, 1.0, step_TG1)
+    return (x_TGK / divisor_TG1).round() * step_TG1
 
 
 def _round_to_steps(x_TGK: Tensor) -> Tensor:
@@ -246,4 +259,4 @@ def _round_to_steps(x_TGK: Tensor) -> Tensor:
 def quantized_linear(x_TI: Tensor, weight: QuantizedWeight, bias_O: Tensor | None = None) -> Tensor:
     """Return x W^T + b for encoded inputs: [T, O] of the dtype of x."""
     bias_O = None if bias_O is None else bias_O.to(x_TI.dtype)
-    return F.linear(encode_inputs(x_TI), weight.dequantize().to(x_TI.dtype), bias_O)
+    return F.linear(encode_inputs(x_TI, weight.bits), weight.dequantize().to(x_TI.dtype), bias_O)

@@ -129,14 +129,25 @@ def test_groups_without_weights_are_zeros():
 
 
 @pytest.mark.parametrize("inputs", [1, 31, 32, 33, 100])
+def test_inputs_are_rounded_to_steps_around_zero(inputs):
+    x = torch.randn(20, inputs) + 1
+    encoded = encode_inputs(x, 4)
+    for found, wanted in zip(encoded.split(GROUP, 1), x.split(GROUP, 1), strict=True):
+        most = wanted.abs().amax(1, keepdim=True)
+        assert ((found - wanted).abs() <= most / 253).all()
+        assert torch.equal(found.abs().amax(1, keepdim=True), most / 127 * 127)
+    assert not encode_inputs(torch.zeros(2, inputs), 4).any()
+
+
+@pytest.mark.parametrize("inputs", [1, 31, 32, 33, 100])
 def test_inputs_are_rounded_to_steps_of_their_group(inputs):
     x = torch.randn(20, inputs) + 3
-    encoded = encode_inputs(x)
+    encoded = encode_inputs(x, 8)
     for found, wanted in zip(encoded.split(GROUP, 1), x.split(GROUP, 1), strict=True):
         low, high = wanted.aminmax(dim=1, keepdim=True)
         assert ((found - wanted).abs() <= (high - low) / 509).all()
     same = torch.full((3, inputs), 1.7)
-    assert torch.equal(encode_inputs(same), same)
+    assert torch.equal(encode_inputs(same, 8), same)
 
 
 # --- the kernels ---
@@ -153,7 +164,7 @@ def test_kernels_compute_what_is_meant(library: CpuLibrary, kind, size):
     together = matrix(x)
     meant = quantized_linear(x.double(), quantized, bias)
     # An input half-way between two steps may be encoded as either.
-    steps = x.aminmax(dim=1).max - x.aminmax(dim=1).min
+    steps = 2 * x.abs().amax(1)
     near = 2e-5 * (1 + meant.abs())
     bound = near + steps[:, None] / 255 * quantized.dequantize().abs().amax()
     assert ((together - meant).abs() <= bound).all()
@@ -191,7 +202,7 @@ def test_every_code_and_every_input_step(library: CpuLibrary, kind):
         codes[:, ::2] = high
         quantized = QuantizedWeight(codes, torch.ones(40, 2), BITS[kind], minima)
         x = torch.zeros(3, 64)
-        x[:, 1:] = 255.0  # so that steps are 1
+        x[:, 1:] = 255.0 if kind == "int8" else 127.0  # so that steps are 1
         x[1] = -x[1]
         expected = F.linear(x.double(), quantized.dequantize().double()).float()
         assert torch.equal(PackedMatrix(library, quantized)(x), expected)

@@ -108,16 +108,15 @@ int64_t num_panels(const RoseLinear& w) {
 // Memory for coded rows; a thread keeps its own.
 class CodedMemory {
  public:
-  Coded take(int64_t rows, int64_t groups, bool totals) {
-    const int64_t count = rows * groups, bytes = count * (kGroup * sizeof(Code) + 12);
+  Coded take(int64_t rows, int64_t groups, bool is_signed) {
+    const int64_t count = rows * groups, bytes = count * (kGroup * sizeof(Code) + 8);
     if (size_ < bytes || size_ > std::max<int64_t>(8 * bytes, kSmall)) {
       memory_.reset();
       memory_.reset(new float[ceil_div(bytes, 4)]);
       size_ = bytes;
     }
     float* at = memory_.get();
-    float* sums = totals ? at + 2 * count : nullptr;
-    return {reinterpret_cast<Code*>(at + 3 * count), at, at + count, sums, groups};
+    return {reinterpret_cast<Code*>(at + 2 * count), at, at + count, groups, is_signed};
   }
 
  private:
@@ -131,8 +130,8 @@ thread_local CodedMemory coded_memory;
 Coded encode(const Job& job, int64_t rows, int threads) {
   constexpr int64_t kRowsOfTask = 16;
   const int64_t inputs = job.linear.inputs;
-  const bool totals = job.linear.storage == kNibbles;
-  const Coded coded = coded_memory.take(rows, num_groups(job.linear), totals);
+  const bool is_signed = job.linear.storage == kNibbles && Nibbles::kSigned;
+  const Coded coded = coded_memory.take(rows, num_groups(job.linear), is_signed);
   const int64_t ns = static_cast<int64_t>(rows * inputs * kNsPerCode);
   parallel(threads, ceil_div(rows, kRowsOfTask), ns, [&](int64_t task) {
     const int64_t end = std::min(rows, (task + 1) * kRowsOfTask);
