@@ -53,7 +53,9 @@ def tokens(path, quantization=None):
         return [out.token_ids for out in engine.generate([[1, 2, 3], [7]], params)]
 
 
-@pytest.mark.parametrize("kind", ["bert", "modernbert", "nomic_bert", "gte", "roberta"])
+@pytest.mark.parametrize(
+    "kind", ["bert", "modernbert", "nomic_bert", "gte", "jina_bert_code", "roberta"]
+)
 def test_an_embedder_answers_as_with_the_option(tmp_path, kind):
     source = tiny.save_encoder(tmp_path / "plain", kind)
     out = convert(source, tmp_path / "out", "int8")

@@ -11,7 +11,7 @@ from torch import Tensor
 from rose.kernels.attention.base import PositionBias
 from rose.kernels.attention.grouping import Group
 
-SCORE_ELEMENTS = 1 << 24  # at most so many scores are held at once where sdpa cannot be used
+SCORE_ELEMENTS = 1 << 24  # at most so many scores, or biases of scores, are held at once
 WINDOW_BLOCK = 128  # queries that share one slice of the keys where a window is narrow
 
 
@@ -153,7 +153,10 @@ def band_bias(
 
 
 def ragged_distance(
-    group: Group, first_keys: tuple[int, ...] | None, device: torch.device
+    group: Group,
+    first_keys: tuple[int, ...] | None,
+    device: torch.device,
+    rows: range | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the distances of keys from queries in a group of unlike sequences.
 
@@ -161,6 +164,7 @@ def ragged_distance(
         group: the sequences; a sequence's last query is its last token.
         first_keys: position of the first key that is present, per sequence; None is all 0.
         device: device of the result.
+        rows: which of the queries, side by side; None is all L.
 
     Returns:
         Position of the key minus that of the query, int64 [N, L, M], and which keys are padding,
@@ -170,7 +174,8 @@ def ragged_distance(
     count = max(kv - first for kv, first in zip(group.kv_lens, first_keys, strict=True))
     facts = torch.tensor([group.query_lens, group.kv_lens, first_keys], device=device)
     query_N1, kv_N1, first_N1 = facts.unsqueeze(-1).unbind()
-    row_L = torch.arange(group.shape[0], device=device)
+    rows = rows or range(group.shape[0])
+    row_L = torch.arange(rows.start, rows.stop, device=device)
     query_NL1 = (kv_N1 - query_N1 + torch.minimum(row_L, query_N1 - 1)).unsqueeze(-1)
     key_N1M = (first_N1 + torch.arange(count, device=device)).unsqueeze(1)
     return key_N1M - query_NL1, key_N1M >= kv_N1.unsqueeze(1)
@@ -183,6 +188,7 @@ def ragged_bias(
     dtype: torch.dtype,
     device: torch.device,
     position_bias: PositionBias | None = None,
+    rows: range | None = None,
 ) -> Tensor:
     """Build the bias of a group of sequences: -inf where a key is not visible, else 0.
 
@@ -193,12 +199,13 @@ def ragged_bias(
         dtype: dtype of the result.
         device: device of the result.
         position_bias: what visible keys get instead of 0.
+        rows: which of the queries, side by side; None is all L.
 
     Returns:
         [N, 1, L, M], with `position_bias` [N, H, L, M]. A padded query sees what its sequence's
         last one does, so no row is all -inf.
     """
-    distance_NLM, padding_N1M = ragged_distance(group, first_keys, device)
+    distance_NLM, padding_N1M = ragged_distance(group, first_keys, device, rows)
     hidden_NLM = (distance_NLM > window[1]) | (distance_NLM < -window[0]) | padding_N1M
     hidden_N1LM = hidden_NLM.unsqueeze(1)
     if position_bias is not None:

@@ -23,7 +23,13 @@ from rose.kernels.attention.base import (
     PositionBias,
     RaggedLayout,
 )
-from rose.kernels.attention.dense import attend_dense, attend_windowed, band_bias, ragged_bias
+from rose.kernels.attention.dense import (
+    SCORE_ELEMENTS,
+    attend_dense,
+    attend_windowed,
+    band_bias,
+    ragged_bias,
+)
 from rose.kernels.attention.grouping import Group, group_sequences
 
 # Up to this length, sequences are copied into padded groups to save kernel calls. On a CPU a call
@@ -182,6 +188,8 @@ class _FreshGroup:
         self._facts = facts
         self._uniform = facts.is_uniform
         self._length = facts.shape[1]
+        # Whose bias by distance serves all: of equally long ones that of the first.
+        self._alike = Group((0,), (self._length,), (self._length,)) if self._uniform else facts
         self._device = device
         self._biases: dict[_BiasKey, Tensor] = {}
 
@@ -196,10 +204,32 @@ class _FreshGroup:
         if spec.bias is None and window == (most, 0) and soft_cap is None:
             # Padding lies behind the real tokens, where no causal query looks.
             return attend_dense(q, k, v, scale=scale, causal=True)
+        if spec.bias is not None and self._row_scores(spec) * q.shape[1] > SCORE_ELEMENTS:
+            return self._attend_in_blocks(q, k, v, spec, window)
         bias = self._bias((window, spec.bias, q.dtype))
         if self._uniform and spec.bias is None:
             return attend_windowed(q, k, v, bias, window, scale=scale, soft_cap=soft_cap)
         return attend_dense(q, k, v, scale=scale, soft_cap=soft_cap, bias=bias)
+
+    def _row_scores(self, spec: AttentionSpec) -> int:
+        """Count the scores of the queries in one row of the group."""
+        return len(self._facts.members) * spec.num_heads * self._length
+
+    def _attend_in_blocks(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, window: tuple[int, int]
+    ) -> Tensor:
+        """Attend block of queries by block, each with a bias of its own.
+
+        No layer keeps the bias for the next: of long texts it would be larger than the model.
+        """
+        count = max(1, SCORE_ELEMENTS // self._row_scores(spec))
+        parts = []
+        for start in range(0, q.shape[1], count):
+            rows = range(start, min(start + count, q.shape[1]))
+            bias = ragged_bias(self._alike, None, window, q.dtype, self._device, spec.bias, rows)
+            q_block = q[:, rows.start : rows.stop]
+            parts.append(attend_dense(q_block, k, v, scale=spec.scale, bias=bias))
+        return torch.cat(parts, dim=1)
 
     def _bias(self, key: _BiasKey) -> Tensor:
         if key not in self._biases:
@@ -209,12 +239,9 @@ class _FreshGroup:
     def _make_bias(
         self, window: tuple[int, int], position_bias: PositionBias | None, dtype: torch.dtype
     ) -> Tensor:
-        if not self._uniform:
-            return ragged_bias(self._facts, None, window, dtype, self._device, position_bias)
-        if position_bias is None:
+        if self._uniform and position_bias is None:
             return band_bias(self._length, window, dtype, self._device)
-        one = Group((0,), (self._length,), (self._length,))  # serves all: they are equally long
-        return ragged_bias(one, None, window, dtype, self._device, position_bias)
+        return ragged_bias(self._alike, None, window, dtype, self._device, position_bias)
 
 
 class _CachedGroup:
