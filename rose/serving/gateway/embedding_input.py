@@ -19,7 +19,10 @@ from rose.serving.gateway.templates import TemplateError
 from rose.serving.gateway.tokenization import GROUP_CHARS, Ids, Tokenizer
 from rose.serving.gateway.truncation import Limit, limit_of
 
-_UNSUPPORTED = ("chat_template", "late_chunking", "return_multivector", "embedding_types")
+_UNSUPPORTED = (
+    *("chat_template", "late_chunking", "return_multivector", "embedding_types"),
+    *("output_dimension", "embedding_type", "pooling", "pooling_type"),
+)
 
 
 @dataclass(frozen=True)

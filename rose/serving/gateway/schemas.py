@@ -122,6 +122,17 @@ class EmbeddingRequest(Request, kw_only=True):
     return_multivector: Annotated[
         bool | None, Meta(description="Not supported: use `output_types`.")
     ] = None
+    output_dimension: Annotated[
+        int | None, Meta(description="Not supported: use `dimensions`.")
+    ] = None
+    embedding_type: Annotated[
+        str | list[str] | None,
+        Meta(description="Not supported: use `encoding_format`, `output_dtype`, `output_types`."),
+    ] = None
+    pooling: Annotated[str | None, Meta(description="Not supported: the checkpoint says.")] = None
+    pooling_type: Annotated[str | None, Meta(description="Not supported: the checkpoint says.")] = (
+        None
+    )
     embedding_types: Annotated[
         list[str] | None, Meta(description="Not supported: use `output_dtype`.")
     ] = None
