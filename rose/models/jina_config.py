@@ -162,6 +162,7 @@ def _assume_slopes(reader: ConfigReader, heads: int) -> str:
     is_regular = heads & (heads - 1) == 0
     own = [path for path in _auto_map(reader) if not any(name in path for name in _REPOSITORIES)]
     if is_regular or not own:
+        reader.record("alibi_slopes", "standard", f"default of {reader.architecture}")
         return "standard"
     names = reader.values.get("architectures") or []
     is_ranker = any(str(name).endswith("ForSequenceClassification") for name in names)
@@ -169,8 +170,9 @@ def _assume_slopes(reader: ConfigReader, heads: int) -> str:
     reader.record("alibi_slopes", kind, "assumed: auto_map names classes of the checkpoint's own")
     reader.warn(
         f"{reader.where('auto_map')}: {own[0]!r} is code that ROSE does not run; slopes of the "
-        f"heads beyond a power of two are taken to be {kind}. To change it, set alibi_slopes to "
-        f"one of {', '.join(_SLOPES)}"
+        f"heads beyond a power of two are taken to be {kind}, as in the published "
+        f"{'rerankers' if is_ranker else 'embedders'}. To change it, set alibi_slopes to one of "
+        f"{', '.join(_SLOPES)}"
     )
     return kind
 
