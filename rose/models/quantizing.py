@@ -42,7 +42,10 @@ def prepare_loaded(loaded: LoadedModel) -> None:
     _prepare(loaded, kind, [] if is_stored(loaded.settings) else texts)
     after_BD = _vectors(loaded, texts)
     if before_BD is not None and after_BD is not None:
-        _compare(kind, before_BD, after_BD)
+        way_out = "without quantization"
+        if loaded.lm is not None:
+            way_out += ", or with --task generate"
+        _compare(kind, before_BD, after_BD, way_out)
 
 
 def _prepare(loaded: LoadedModel, kind: str | None, texts: Sequence[list[int]]) -> None:
@@ -71,7 +74,7 @@ def _vectors(loaded: LoadedModel, texts: Sequence[list[int]]) -> Tensor | None:
     return mean(loaded.backbone(batch).float(), cu_seqlens).clone()
 
 
-def _compare(kind: str, before_BD: Tensor, after_BD: Tensor) -> None:
+def _compare(kind: str, before_BD: Tensor, after_BD: Tensor, way_out: str) -> None:
     cosines_B = F.cosine_similarity(before_BD, after_BD)
     least = float(cosines_B.min())
     log.info(
@@ -81,5 +84,5 @@ def _compare(kind: str, before_BD: Tensor, after_BD: Tensor) -> None:
         raise ValueError(
             f"--quantization: {kind} changes the vectors of this model too much: of "
             f"{len(cosines_B)} built-in texts the least cosine to float32 is {least:.4f}, and "
-            f"{LEAST_COSINE} is wanted. Serve it without quantization."
+            f"{LEAST_COSINE} is wanted. Serve it {way_out}."
         )

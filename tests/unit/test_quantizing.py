@@ -61,7 +61,15 @@ def test_int8_is_refused_where_it_changes_vectors(tmp_path, task, head, capsys, 
 def test_what_is_not_a_number_is_refused():
     before = torch.ones(2, 3)
     with pytest.raises(ValueError, match="cosine to float32 is nan"):
-        quantizing._compare("int8", before, before * torch.nan)
+        quantizing._compare("int8", before, before * torch.nan, "otherwise")
+
+
+def test_a_model_that_also_generates_may_do_that_alone(llama, monkeypatch):
+    monkeypatch.setattr(quantizing, "LEAST_COSINE", 2.0)
+    with pytest.raises(ValueError, match="without quantization, or with --task generate"):
+        Engine(llama, device="cpu", tasks=("embed", "generate"), quantization="int8")
+    with Engine(llama, device="cpu", tasks=("generate",), quantization="int8"):
+        pass
 
 
 def test_samples_are_what_the_model_takes(llama):
