@@ -363,8 +363,15 @@ class Scheduler:
         return num_tokens
 
     def _take(self, index: int, row: PlanRow, result: int | Exception | None) -> Outcome | None:
-        """Take in the result of one row; None if nobody waits for it."""
-        outcome = self._advance(index, row, result) if row.is_wanted else None
+        """Take in the result of one row; None if nobody waits for it.
+
+        Its pages may hold NaN also then.
+        """
+        outcome = None
+        if row.is_wanted:
+            outcome = self._advance(index, row, result)
+        elif isinstance(result, Exception):
+            self._trials.distrust(row.sequence)
         self._land(row)
         return outcome
 
@@ -376,6 +383,8 @@ class Scheduler:
             if sequence.status is Status.RUNNING:
                 self._leave(sequence, Status.WAITING)
                 insort(self._waiting, sequence, key=_rank)
+        else:
+            self._trials.distrust(sequence)
         self._land(row)
 
     def _land(self, row: PlanRow) -> None:

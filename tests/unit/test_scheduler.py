@@ -469,6 +469,22 @@ def test_a_sequence_with_nan_fails_alone_and_its_pages_are_cleaned():
     rig.assert_solo("next", [2, 1, 2], max_tokens=12, ignore_eos=True)
 
 
+@pytest.mark.parametrize("as_a_whole", [True, False])
+def test_the_pages_of_a_cancelled_sequence_are_cleaned_as_well(as_a_whole):
+    rig = Rig(num_pages=8)
+    for request_id in "ab":
+        rig.add(request_id, [1, 1], max_tokens=9)
+    rig.launch()
+    rig.scheduler.cancel("a")
+    rig.land(broken=[0], error=RuntimeError("a step that failed") if as_a_whole else None)
+    rig.drain()
+    rig.add("c", [1], max_tokens=9, ignore_eos=True)
+    rig.add("d", [1] * 20, max_tokens=3, ignore_eos=True)
+    rig.drain()
+    rig.assert_solo("c", [1], max_tokens=9, ignore_eos=True)
+    rig.assert_solo("d", [1] * 20, max_tokens=3, ignore_eos=True)
+
+
 def test_a_step_that_fails_is_computed_again_one_sequence_at_a_time():
     rig = Rig(num_pages=40, seqs=3, tokens=16)
     prompts = {"a": [1, 2, 3], "b": [4, 5], "c": [6, 7], "waits": [8, 9]}
