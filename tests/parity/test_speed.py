@@ -72,7 +72,7 @@ def embedder(tmp_path_factory):
 def test_embedding_is_not_slower_than_transformers(
     embedder, quantization, texts, tokens, bound, monkeypatch
 ):
-    monkeypatch.setattr("rose.models.quantizing.LEAST_COSINE", 0.97)  # random weights lose more
+    monkeypatch.setattr("rose.models.quantizing.LEAST_COSINE", 0.9)  # random weights lose more
     ids = torch.randint(5, 15, (texts, tokens))
     lists = ids.tolist()
     model = AutoModel.from_pretrained(embedder, dtype=torch.float32).eval()
