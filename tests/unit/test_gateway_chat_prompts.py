@@ -234,7 +234,10 @@ def test_smollm_prompt():
         "special_tokens": {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"},
         "chat_templates": {"default": (SMOLLM / "chat_template.jinja").read_text()},
     }
-    client = StubLLM(backend=backend, tokenizer=facts, generation={"eos_token_ids": (2,)})
+    size = backend.get_vocab_size()
+    client = StubLLM(
+        backend=backend, tokenizer=facts, vocab_size=size, generation={"eos_token_ids": (2,)}
+    )
     client.script = [*backend.encode("Größe 🦙🧪 日本").ids, 2]
     http = http_of(client)
     messages = [{"role": "system", "content": "Be brief. 🦙"}, {"role": "user", "content": " hé\n"}]
