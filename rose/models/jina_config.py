@@ -73,11 +73,14 @@ def _holds(names: list[str] | None, *parts: str) -> bool:
 
 
 def _names_jina(reader: ConfigReader) -> bool:
-    names = reader.values.get("architectures")
-    listed = [str(name) for name in names] if isinstance(names, list) else []
-    return any(name.startswith(_CLASS) for name in listed) or any(
+    return any(name.startswith(_CLASS) for name in _architectures(reader)) or any(
         path.rpartition(".")[2].startswith(_CLASS) for path in _auto_map(reader)
     )
+
+
+def _architectures(reader: ConfigReader) -> list[str]:
+    names = reader.values.get("architectures")
+    return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def _auto_map(reader: ConfigReader) -> Iterator[str]:
@@ -101,8 +104,7 @@ def _read_head(reader: ConfigReader, files: WeightFiles) -> None:
     if shape is None or not any(f".{name}".endswith(f".{_POOLER}") for name in shapes):
         return
     source = f"the weights: {_CLASSIFIER}"
-    names = reader.values.get("architectures") or []
-    if isinstance(names, list) and all(name in _WITHOUT_HEAD for name in names):
+    if all(name in _WITHOUT_HEAD for name in _architectures(reader)):
         reader.override({"architectures": [f"{_CLASS}ForSequenceClassification"]}, source)
     if not reader.has("id2label") and not reader.has("num_labels"):
         reader.override({"num_labels": shape[0]}, source)
@@ -164,8 +166,7 @@ def _assume_slopes(reader: ConfigReader, heads: int) -> str:
     if is_regular or not own:
         reader.record("alibi_slopes", "standard", f"default of {reader.architecture}")
         return "standard"
-    names = reader.values.get("architectures") or []
-    is_ranker = any(str(name).endswith("ForSequenceClassification") for name in names)
+    is_ranker = any(name.endswith("ForSequenceClassification") for name in _architectures(reader))
     kind = "halved" if is_ranker else "standard"
     reader.record("alibi_slopes", kind, "assumed: auto_map names classes of the checkpoint's own")
     reader.warn(

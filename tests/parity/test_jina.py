@@ -96,6 +96,14 @@ def test_weights_that_tell_no_names_before_they_are_loaded(tmp_path, kind):
         load(path)
 
 
+@pytest.mark.parametrize("auto", [None, "x", 3, {"AutoModel": None}, {"AutoModel": [None, 3]}])
+@pytest.mark.parametrize("names", [None, "JinaBertModel", 3, [3], ["BertModel"]])
+def test_malformed_names_leave_it_to_the_weights(tmp_path, names, auto):
+    path = publish(tmp_path)
+    tiny.edit_json(path / "config.json", architectures=names, auto_map=auto)
+    assert plan_checkpoint(path).architecture.name == "jina_bert"
+
+
 def test_a_bert_with_such_positions_is_refused(tmp_path):
     path = tiny.save_bert(tmp_path)
     tiny.edit_json(path / "config.json", position_embedding_type="alibi")
