@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +45,7 @@ from rose.serving.protocol import (
 )
 from rose.serving.stats import LastingStats
 from rose.serving.tracing import traceparent
-from rose.serving.transport import check_peer, make_dealer, received, send_now, takes_keys
+from rose.serving.transport import Port, check_peer, make_dealer, takes_keys
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +109,7 @@ class EngineClient:
         self._connected = False
         self._closing = False
         self._socket = make_dealer(context, self.address, keys)
+        self._port = Port(self._socket)
         self._tasks: list[asyncio.Task[None]] = []
 
     # State
@@ -321,14 +322,14 @@ class EngineClient:
     def _send(self, message: protocol.ClientMessage, frames: Sequence[Any] = ()) -> None:
         """Hand a message to the connection; if it takes none the engine is lost."""
         try:
-            send_now(self._socket, [protocol.encode(message)], frames)
+            self._port.send([protocol.encode(message)], frames)
         except zmq.ZMQError:
             self._lose("the engine is not connected, or does not read")
 
     # Messages in
 
     async def _receive_loop(self) -> None:
-        async for header, *frames in received(self._socket, copy=False):
+        async for header, *frames in self._port.received(copy=False):
             self._silent_pings = 0
             try:
                 message = protocol.decode_from_engine(header.buffer)
@@ -455,6 +456,6 @@ class EngineClient:
 
     async def _read_out(self) -> None:
         """Let the receive loop take in what had arrived before the connection broke."""
-        while cast("int", self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        while self._port.has_messages():
             await asyncio.sleep(0)
         await asyncio.sleep(0)

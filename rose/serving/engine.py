@@ -49,7 +49,7 @@ from rose.serving.protocol import (
     Welcome,
 )
 from rose.serving.score_service import ScoreService
-from rose.serving.transport import received, send_now
+from rose.serving.transport import Port
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class EngineServer:
         self, socket: "zmq.asyncio.Socket", served: ServedModel, *, max_queue_tokens: int = 1 << 22
     ) -> None:
         """Serve `served` on a bound socket; more than `max_queue_tokens` waiting is refused."""
-        self._socket = socket
+        self._port = Port(socket)
         self._served = served
         self._generate = (
             GenerateService(served.generation, self._send_tokens, self._fail_generation)
@@ -167,7 +167,7 @@ class EngineServer:
     # Messages in
 
     async def _receive_loop(self) -> None:
-        async for identity, header, *frames in received(self._socket):
+        async for identity, header, *frames in self._port.received():
             try:
                 message = protocol.decode_from_client(header)
             except protocol.ProtocolError as error:
@@ -361,7 +361,7 @@ class EngineServer:
     def _send(self, identity: bytes, message: EngineMessage, frames: Sequence[Any] = ()) -> None:
         """Send a message; a client that is gone, or that does not read, is dropped."""
         try:
-            send_now(self._socket, [identity, protocol.encode(message)], frames)
+            self._port.send([identity, protocol.encode(message)], frames)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise

@@ -137,27 +137,63 @@ def make_dealer(
     return socket
 
 
-def send_now(
-    socket: "zmq.asyncio.Socket", parts: Sequence[Any], frames: Sequence[Any] = ()
-) -> None:
-    """Send a message without waiting; `frames` are not copied if they are large.
+class Port:
+    """A socket in the running event loop: sends at once, and yields what arrives.
 
-    Raises:
-        zmq.Again: there is no connection, or the peer has stopped reading.
-        zmq.ZMQError: the peer is gone.
+    `zmq.asyncio` does the same with futures and states for each message, which takes longer than
+    the message is on its way. Its sockets are good for the rest; nothing is sent or received by one
+    that has a port.
     """
-    sent = socket.send_multipart([*parts, *frames], flags=zmq.NOBLOCK, copy=not frames)
-    error = cast("asyncio.Future[object]", sent).exception()  # without waiting it is always done
-    if error is not None:
-        raise error
 
+    def __init__(self, socket: "zmq.asyncio.Socket") -> None:
+        """Make the port of a socket, which stays the caller's to close."""
+        self._owner = socket  # which would close it if nobody kept it
+        self._socket: zmq.SyncSocket = zmq.Socket.shadow(socket.underlying)
+        self._readable = asyncio.Event()
 
-async def received(socket: "zmq.asyncio.Socket", *, copy: bool = True) -> AsyncIterator[list[Any]]:
-    """Yield messages for ever; other tasks get their turn even if messages never run out."""
-    for number in count(1):
-        yield await socket.recv_multipart(copy=copy)
-        if number % MESSAGES_IN_A_ROW == 0:
-            await asyncio.sleep(0)
+    def send(self, parts: Sequence[Any], frames: Sequence[Any] = ()) -> None:
+        """Send a message without waiting; `frames` are not copied if they are large.
+
+        Raises:
+            zmq.Again: there is no connection, or the peer has stopped reading.
+            zmq.ZMQError: the peer is gone.
+        """
+        try:
+            self._socket.send_multipart([*parts, *frames], zmq.NOBLOCK, copy=not frames)
+        finally:
+            self.has_messages()
+
+    def has_messages(self) -> bool:
+        """Say whether messages have arrived that nobody has received yet.
+
+        Whatever is done with a socket can take the signal for them off its file descriptor, so
+        this has to be asked after it.
+        """
+        found = bool(cast("int", self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        if found:
+            self._readable.set()
+        return found
+
+    async def received(self, *, copy: bool = True) -> AsyncIterator[list[Any]]:
+        """Yield messages for ever; other tasks get their turn even if messages never run out."""
+        loop, signal = asyncio.get_running_loop(), cast("int", self._socket.getsockopt(zmq.FD))
+        loop.add_reader(signal, self._readable.set)
+        try:
+            for number in count(1):
+                yield await self._next(copy)
+                if number % MESSAGES_IN_A_ROW == 0:
+                    await asyncio.sleep(0)
+        finally:
+            loop.remove_reader(signal)
+
+    async def _next(self, copy: bool) -> list[Any]:
+        while True:
+            try:
+                return self._socket.recv_multipart(zmq.NOBLOCK, copy=copy)
+            except zmq.Again:
+                self._readable.clear()
+            if not self.has_messages():
+                await self._readable.wait()
 
 
 def _set_options(socket: "zmq.asyncio.Socket", address: str) -> None:

@@ -182,13 +182,11 @@ def test_a_full_connection_loses_the_engine_and_leaves_nothing_behind(address):
         async with scripted(address), connected(address) as client:
             await client.wait_ready()
 
-            def full(*_, **__):
-                future = asyncio.get_running_loop().create_future()
-                future.set_exception(zmq.Again())
-                return future
+            def full(*_):
+                raise zmq.Again
 
-            send = client._socket.send_multipart
-            client._socket.send_multipart = full
+            send = client._port.send
+            client._port.send = full
             with pytest.raises(EngineError) as caught:
                 await client.embed(texts([1]), EmbedOptions())
             assert caught.value.kind == "unavailable"
@@ -196,7 +194,7 @@ def test_a_full_connection_loses_the_engine_and_leaves_nothing_behind(address):
             with pytest.raises(EngineError):
                 await anext(client.generate(IDS, SamplingParams()))
             assert (client._pending, client._streams) == ({}, {})
-            client._socket.send_multipart = send
+            client._port.send = send
 
     drive(scenario)
 

@@ -108,19 +108,19 @@ def test_a_flood_of_messages_leaves_others_their_turn(runtime, address):
             await client.hello()
             received = 0
 
-            async def flood(copy=True):
+            async def flood(_copy):
                 nonlocal received
                 received += 1
                 assert received < 100_000
                 return [b"stranger", protocol.encode(Ping(1))]
 
-            server._socket.recv_multipart = flood
+            server._port._next = flood
             await client.send(Ping(1))
             await until(lambda: received)
             for _ in range(20):
                 await asyncio.sleep(0)
             assert received > 20
-            del server._socket.recv_multipart
+            del server._port._next
 
     drive(scenario)
 

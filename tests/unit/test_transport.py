@@ -1,8 +1,11 @@
 """Addresses and sockets of the wire."""
 
+import asyncio
 import errno
+import gc
 import socket
 import stat
+import time
 
 import pytest
 import zmq
@@ -10,6 +13,7 @@ import zmq.asyncio
 
 from rose.serving.transport import (
     AddressError,
+    Port,
     bind_router,
     bound_address,
     check_address,
@@ -103,3 +107,85 @@ def test_the_socket_is_for_this_user_alone(bind, tmp_path):
     bind(f"ipc://{tmp_path}/e.sock")
     mode = (tmp_path / "e.sock").stat().st_mode
     assert stat.S_IMODE(mode) & 0o077 == 0
+
+
+class Pair:
+    """A router and a dealer that is connected to it, each with a port."""
+
+    def __init__(self, context, address):
+        self.router = bind_router(context, address)
+        self.dealer = make_dealer(context, bound_address(self.router))
+        self.dealer.connect(bound_address(self.router))
+        self.engine, self.client = Port(self.router), Port(self.dealer)
+
+    def close(self):
+        self.dealer.close()
+        self.router.close()
+
+
+def talk(context, address, scenario):
+    async def run():
+        pair = Pair(context, address)
+        try:
+            async with asyncio.timeout(20):
+                await scenario(pair)
+        finally:
+            pair.close()
+
+    asyncio.run(run())
+
+
+def test_messages_that_come_while_others_are_sent_are_received(context, tmp_path):
+    async def scenario(pair):
+        async def echo():
+            async for identity, *parts in pair.engine.received():
+                pair.engine.send([identity, *parts])
+
+        task = asyncio.create_task(echo())
+        got = 0
+        received = pair.client.received()
+        for burst in (1, 2, 50, 1, 500):  # the answers to some arrive while the next ones are sent
+            for number in range(burst):
+                pair.client.send([b"%d" % number])
+                await asyncio.sleep(0)
+            for number in range(burst):
+                assert await anext(received) == [b"%d" % number]
+                got += 1
+        assert got == 554
+        await received.aclose()
+        task.cancel()
+
+    talk(context, f"ipc://{tmp_path}/e.sock", scenario)
+
+
+def test_a_message_whose_signal_was_taken_by_another_call_is_received(context, tmp_path):
+    async def scenario(pair):
+        received = pair.engine.received()
+        waiting = asyncio.create_task(anext(received))
+        await asyncio.sleep(0.05)
+        pair.client.send([b"hello"])
+        async with asyncio.timeout(5):
+            while not pair.engine.has_messages():  # which takes the signal
+                time.sleep(0.001)  # the loop does not look meanwhile
+        assert (await waiting)[1] == b"hello"
+        await received.aclose()
+
+    talk(context, f"ipc://{tmp_path}/e.sock", scenario)
+
+
+def test_a_port_keeps_its_socket(context, tmp_path):
+    async def scenario(pair):
+        port = Port(bind_router(context, f"ipc://{tmp_path}/other.sock"))
+        gc.collect()
+        assert not port.has_messages()  # of a closed socket it would raise
+        port._owner.close()
+
+    talk(context, f"ipc://{tmp_path}/e.sock", scenario)
+
+
+def test_what_a_peer_that_is_gone_is_sent_raises(context, tmp_path):
+    async def scenario(pair):
+        with pytest.raises(zmq.ZMQError):
+            pair.engine.send([b"nobody", b"hello"])
+
+    talk(context, f"ipc://{tmp_path}/e.sock", scenario)
