@@ -23,7 +23,8 @@ def add_separator(core: CheckpointFolder, recipe: Recipe) -> Recipe:
         CheckpointError: the tokenizer has no separator.
     """
     names = (core.json(CONFIG_FILE) or {}).get("architectures")
-    found = [name for name in names if name in CONTEXTUAL_CLASSES] if isinstance(names, list) else []
+    listed = names if isinstance(names, list) else []
+    found = [name for name in map(str, listed) if name in CONTEXTUAL_CLASSES]
     if not found:
         return recipe
     separator = _separator_id(core)
