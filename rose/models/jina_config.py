@@ -21,7 +21,6 @@ _CLASS = "JinaBert"  # how its classes begin
 _CODE_REPOSITORY = (
     "qk-post-norm"  # part of the name of the one with the classes of the model for code
 )
-_REPOSITORIES = ("jina-bert-implementation", _CODE_REPOSITORY)
 # Tensors that BERT does not have, by what they tell.
 _GATED = (".mlp.gated_layers.", ".mlp.up_gated_layer.")
 _NORMED = ".attention.self.layer_norm_q."
@@ -30,7 +29,6 @@ _WITHOUT_HEAD = (f"{_CLASS}Model", f"{_CLASS}ForMaskedLM")
 # Kinds of MLP with a gate -> its activation. "original" has none.
 _GATES = {"geglu": "gelu", "reglu": "relu"}
 _ORIGINAL = "original"
-_SLOPES = ("standard", "halved")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +125,7 @@ def read_jina_config(reader: ConfigReader) -> JinaConfig:
         config,
         activation=_GATES.get(kind, config.activation),
         up_bias=kind == _ORIGINAL,
-        slopes=_slopes(reader, config.num_heads),
+        slopes=alibi_slopes(config.num_heads),
     )
     facts = {field.name: getattr(config, field.name) for field in fields(config)}
     return JinaConfig(**facts, gated=kind in _GATES)
@@ -140,42 +138,6 @@ def read_jina_code_config(reader: ConfigReader) -> JinaConfig:
         CheckpointError: a setting of the wrong type, or one that ROSE does not compute.
     """
     return replace(read_jina_config(reader), up_bias=False)
-
-
-def _slopes(reader: ConfigReader, heads: int) -> tuple[float, ...]:
-    """Return the slope of each head; `alibi_slopes` of config.json can say which are meant."""
-    kind = reader.optional("alibi_slopes", str)
-    if kind not in (None, *_SLOPES):
-        raise CheckpointError(
-            f"{reader.where('alibi_slopes')}: {kind!r} is not supported, only {', '.join(_SLOPES)}"
-        )
-    if kind is None:
-        kind = _assume_slopes(reader, heads)
-    slopes, regular = alibi_slopes(heads), 1 << (heads.bit_length() - 1)
-    factor = 0.5 if kind == "halved" else 1.0
-    return (*slopes[:regular], *(slope * factor for slope in slopes[regular:]))
-
-
-def _assume_slopes(reader: ConfigReader, heads: int) -> str:
-    """Say which slopes the heads beyond a power of two have, as nothing tells.
-
-    The published classes use ALiBi's own; those that come with the first rerankers halve them.
-    """
-    is_regular = heads & (heads - 1) == 0
-    own = [path for path in _auto_map(reader) if not any(name in path for name in _REPOSITORIES)]
-    if is_regular or not own:
-        reader.record("alibi_slopes", "standard", f"default of {reader.architecture}")
-        return "standard"
-    is_ranker = any(name.endswith("ForSequenceClassification") for name in _architectures(reader))
-    kind = "halved" if is_ranker else "standard"
-    reader.record("alibi_slopes", kind, "assumed: auto_map names classes of the checkpoint's own")
-    reader.warn(
-        f"{reader.where('auto_map')}: {own[0]!r} is code that ROSE does not run; slopes of the "
-        f"heads beyond a power of two are taken to be {kind}, as in the published "
-        f"{'rerankers' if is_ranker else 'embedders'}. To change it, set alibi_slopes to one of "
-        f"{', '.join(_SLOPES)}"
-    )
-    return kind
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:

@@ -125,7 +125,6 @@ def test_a_bert_with_such_positions_is_refused(tmp_path):
         ({"position_embedding_type": ...}, r"position_embedding_type: 'absolute' is not"),
         ({"feed_forward_type": "swiglu"}, r"feed_forward_type: 'swiglu' .* geglu, reglu, original"),
         ({"feed_forward_type": ...}, r"intermediate\.dense\.weight' is missing"),
-        ({"alibi_slopes": "steep"}, r"alibi_slopes: 'steep' .* standard, halved"),
         ({"is_decoder": True}, "is_decoder"),
     ],
     ids=str,
@@ -186,32 +185,6 @@ def test_rerankers_that_leave_the_labels_to_their_users(tmp_path, stated):
     tiny.edit_json(path / "config.json", num_labels=3)
     with pytest.raises(CheckpointError, match=r"'classifier\.weight'.*\[1, 48\].*\[3, 48\]"):
         load(path)
-
-
-OWN = "code that ROSE does not run"
-
-
-@pytest.mark.parametrize(
-    ("repository", "head", "stated", "factor", "warns"),
-    [
-        (SHARED, None, None, 1.0, False),
-        (SHARED, "classifier", None, 1.0, False),
-        (None, None, None, 1.0, True),
-        (None, "classifier", None, 0.5, True),
-        ("jinaai/some-reranker", "classifier", None, 0.5, True),
-        (None, "classifier", "standard", 1.0, False),
-        (SHARED, None, "halved", 0.5, False),
-    ],
-)
-def test_slopes_beyond_a_power_of_two(tmp_path, repository, head, stated, factor, warns):
-    path = publish(tmp_path, repository=repository, head=head)
-    tiny.edit_json(path / "config.json", alibi_slopes=stated)
-    plan = plan_checkpoint(path)
-    regular, between = alibi_slopes(6)[:4], alibi_slopes(6)[4:]
-    assert plan.config.slopes == (*regular, *(factor * slope for slope in between))
-    assert any(OWN in warning for warning in plan.warnings) == warns
-    tiny.edit_json(path / "config.json", num_attention_heads=8)
-    assert plan_checkpoint(path).config.slopes == alibi_slopes(8)
 
 
 @pytest.mark.parametrize("heads", range(1, 41))
