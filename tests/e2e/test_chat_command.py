@@ -118,7 +118,7 @@ def terminal(model):
 
     def start(*arguments):
         started.append(Terminal("chat", model, *arguments))
-        started[-1].read_until("\n> ")
+        assert f"loading {model} ..." in started[-1].read_until("\n> ")
         return started[-1]
 
     yield start

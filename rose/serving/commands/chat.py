@@ -42,7 +42,8 @@ def chat(
     max_model_len: MaxModelLen = None,
 ) -> None:
     """Chat with a model in the terminal."""
-    typer.secho(f"loading {model} ...", dim=True, err=True)
+    if sys.stderr.isatty():
+        typer.secho(f"loading {model} ...", dim=True, err=True)
     from rose.serving.local import Engine
 
     with Engine(
