@@ -57,9 +57,11 @@ def _infinity(home: Home, port: int, model: str, *options: str) -> list[str]:
 
 
 def _vllm(home: Home, port: int, threads: int) -> list[str]:  # noqa: ARG001 - by a variable
-    words = ["serve", str(home.models / "minilm"), "--served-model-name", NAME]
-    words += ["--runner", "pooling", "--dtype", "float32", "--port", str(port)]
-    return [str(home.bin("vllm") / "vllm"), *words, "--enforce-eager", "--max-model-len", "512"]
+    # Its command asks for the version of a package that is called otherwise in the build for CPUs.
+    words = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(home.models / "minilm")]
+    words += ["--served-model-name", NAME, "--runner", "pooling", "--dtype", "float32"]
+    words += ["--port", str(port), "--enforce-eager", "--max-model-len", "512"]
+    return [str(home.python("vllm")), *words]
 
 
 def _llama(home: Home, port: int, threads: int) -> list[str]:
