@@ -50,6 +50,14 @@ class Trials:
         taken, self._scrub = self._scrub, []
         return taken
 
-    def scrub_again(self, plan: StepPlan) -> None:
-        """Note that a step failed, perhaps before it zeroed what it had to."""
-        self._scrub.extend(page for page in plan.scrub if self._pool.is_free(page))
+    def scrub_again(self, plan: StepPlan) -> set[int]:
+        """Note that a step failed, perhaps before it zeroed what it had to.
+
+        Returns:
+            Those of these pages that somebody was given meanwhile. To zero them now would take away
+            what a step in flight writes, so their holders have to begin again.
+        """
+        held = {page for page in plan.scrub if not self._pool.is_free(page)}
+        self._suspect |= held
+        self._scrub.extend(page for page in plan.scrub if page not in held)
+        return held

@@ -67,6 +67,8 @@ class FakeDevice:
 
     def _sample(self, row, _ids, pages, slot, broken):
         broken = broken or row.sequence in self.broken
+        if not (broken or row.is_wanted):
+            return None  # it may rest on a step that failed, and is dropped
         cells = [cell for page in pages for cell in self.memory[page]]
         assert broken or POISON not in cells, "a page with NaN was handed out"
         if broken:
@@ -123,9 +125,10 @@ class Rig:
             self.flying.append((plan, self.device.snapshot(plan)))
         return plan
 
-    def land(self, broken=(), error=None):
+    def land(self, broken=(), error=None, *, ran=True):
+        """Take in the oldest step; one that did not run has neither computed nor zeroed anything."""
         plan, launched = self.flying.popleft()
-        results = self.device.run(launched, broken)
+        results = self.device.run(launched, broken) if ran else None
         if error is None:
             outcomes = self.scheduler.complete(plan, results)
         else:
@@ -485,6 +488,25 @@ def test_the_pages_of_a_cancelled_sequence_are_cleaned_as_well(as_a_whole):
     rig.assert_solo("d", [1] * 20, max_tokens=3, ignore_eos=True)
 
 
+def test_pages_that_a_failed_step_did_not_zero_are_taken_from_who_got_them():
+    """While it was in flight, the next step was planned, with another's first tokens in them."""
+    rig = Rig(num_pages=12)
+    rig.add("alone", [1, 2], max_tokens=9, ignore_eos=True)
+    rig.add("nan", [3, 4, 5], max_tokens=9, ignore_eos=True)
+    rig.launch()
+    rig.land(broken=[1])
+    plan = rig.launch()
+    innocent = rig.add("innocent", [6], max_tokens=9, ignore_eos=True)
+    rig.launch()
+    assert plan.scrub == innocent.pages
+    rig.land(error=RuntimeError("a step that failed at once"), ran=False)
+    rig.land()
+    rig.drain()
+    assert isinstance(rig.ended["nan"], NonFiniteError)
+    assert isinstance(rig.ended["alone"], RuntimeError)
+    rig.assert_solo("innocent", [6], max_tokens=9, ignore_eos=True)
+
+
 def test_a_step_that_fails_is_computed_again_one_sequence_at_a_time():
     rig = Rig(num_pages=40, seqs=3, tokens=16)
     prompts = {"a": [1, 2, 3], "b": [4, 5], "c": [6, 7], "waits": [8, 9]}
@@ -601,6 +623,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def land_failed(self):
         self.rig.land(error=RuntimeError("a step that failed"))
+
+    @precondition(lambda self: self.rig.flying)
+    @rule()
+    def land_unrun(self):
+        self.rig.land(error=RuntimeError("a step that failed at once"), ran=False)
 
     @invariant()
     def sound(self):
