@@ -6,11 +6,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rose.models.card import EmbeddingCard
 from rose.models.output import finish
 from rose.runtime.build import ServedModel
 from rose.runtime.errors import RequestError
 from rose.runtime.options import OutputDtype
 from rose.serving.gateway.contextual_input import (
+    Documents,
     check_pooling,
     embedding_request,
     prepare_documents,
@@ -21,7 +23,7 @@ from rose.serving.gateway.settings import GatewaySettings
 from rose.serving.gateway.tokenization import Tokenizer
 from rose.serving.local_outputs import FloatRows, run_outputs
 from rose.serving.local_ranking import check_texts, plainly
-from rose.serving.local_rows import Progress
+from rose.serving.local_rows import Progress, in_order
 
 
 class ChunkMethods:
@@ -67,10 +69,7 @@ class ChunkMethods:
                 part of a text; `field` names it.
             NonFiniteError: the model computed NaN or infinity.
         """
-        card, runtime = self._served.card, self._served.embedding
-        facts = card.embedding
-        if runtime is None or facts is None or "dense" not in facts.outputs:
-            raise RequestError(f"model {card.name!r} has no vectors of texts", "model")
+        facts = self._chunk_facts()
         chunks = _checked(documents)
         if not chunks:
             return []
@@ -88,22 +87,30 @@ class ChunkMethods:
         with plainly():
             check_pooling(facts)
             options = options_of(embedding_request(body), facts, settings)
-            work = prepare_documents(body, card, self._tokenizer, settings)
-        found: dict[int, FloatRows] = {}
+            work = prepare_documents(body, self._served.card, self._tokenizer, settings)
+        rows = self._run_chunks(work, progress)
+        finished = finish(rows, options, facts.normalize, facts.quantizer)
+        return np.split(finished, np.cumsum([len(spans) for spans in work.spans])[:-1])
+
+    def _chunk_facts(self) -> EmbeddingCard:
+        card = self._served.card
+        facts = card.embedding
+        if self._served.embedding is None or facts is None or "dense" not in facts.outputs:
+            raise RequestError(f"model {card.name!r} has no vectors of texts", "model")
+        return facts
+
+    def _run_chunks(self, work: Documents, progress: Progress | None) -> FloatRows:
+        """Run documents: the rows of the chunks of all of them, float32 [chunks, D]."""
+        assert self._served.embedding is not None
         outcomes = run_outputs(
-            runtime,
+            self._served.embedding,
             work.ids,
             ("text",),
             batch_tokens=self._served.max_batch_tokens,
             spans=work.spans,
         )
-        for index, (rows,) in outcomes:
-            found[index] = rows
-            if progress:
-                progress(len(found), len(work.ids))
-        rows = np.concatenate([found[index] for index in range(len(work.ids))])
-        finished = finish(rows, options, facts.normalize, facts.quantizer)
-        return np.split(finished, np.cumsum([len(spans) for spans in work.spans])[:-1])
+        texts = in_order(outcomes, len(work.ids), progress)
+        return np.concatenate([rows for (rows,) in texts])
 
 
 def _checked(documents: Sequence[Sequence[str]]) -> list[list[str]]:

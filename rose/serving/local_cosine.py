@@ -11,14 +11,14 @@ from rose.runtime.errors import RequestError
 from rose.runtime.options import EmbedOptions
 from rose.serving.gateway.schemas import EmbeddingRequest
 from rose.serving.gateway.tokenization import Tokenizer
-from rose.serving.local_late import LatePairs, LateRanker, placed
 from rose.serving.local_outputs import FloatRows, Ids
 from rose.serving.local_ranking import Floats, PairOptions
 from rose.serving.local_rows import Progress, run_rows
+from rose.serving.local_vectors import TextPairs, VectorRanker, placed
 
 
-class CosineRanker(LateRanker):
-    """Scores with a loaded embedder, each text by itself."""
+class CosineRanker(VectorRanker):
+    """Scores with a loaded embedder by the vectors of texts."""
 
     def __init__(self, served: ServedModel, tokenizer: Tokenizer) -> None:
         """Use the runtime of `served` that embeds.
@@ -33,7 +33,7 @@ class CosineRanker(LateRanker):
             raise RequestError(message, "model")
         super().__init__(served, tokenizer)
 
-    def raw(self, encoded: LatePairs, progress: Progress | None = None) -> Floats:
+    def raw(self, encoded: TextPairs, progress: Progress | None = None) -> Floats:
         """Compute cosines, float64 [pairs, 1].
 
         Raises:
@@ -62,9 +62,6 @@ class CosineRanker(LateRanker):
         options = EmbedOptions(normalize=True)
         unit: FloatRows = finish(rows, options, self._facts.normalize, self._facts.quantizer)
         return unit
-
-    def _check_task(self) -> None:
-        """Let every embedder pass."""
 
     def _request(self, texts: Sequence[str], side: Side, options: PairOptions) -> EmbeddingRequest:
         request = super()._request(texts, side, options)

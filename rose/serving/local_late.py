@@ -1,170 +1,70 @@
 """Ranking by vectors of tokens in this process, for `rose.Engine`."""
 
-import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 
 from rose.models.card import LateInteraction, Side
 from rose.runtime.build import ServedModel
-from rose.runtime.errors import NonFiniteError, RequestError
-from rose.serving.gateway.embedding_input import Prepared, prepare
-from rose.serving.gateway.schemas import EmbeddingRequest
-from rose.serving.gateway.settings import GatewaySettings
+from rose.runtime.errors import RequestError
+from rose.serving.gateway.embedding_input import Prepared
 from rose.serving.gateway.token_vectors import maxsim, of_texts
 from rose.serving.gateway.tokenization import Tokenizer
 from rose.serving.local_outputs import FloatRows, Ids, run_outputs
-from rose.serving.local_ranking import (
-    Classified,
-    Floats,
-    PairOptions,
-    TextOrPair,
-    check_texts,
-    plainly,
-)
+from rose.serving.local_ranking import Floats
 from rose.serving.local_rows import Progress
 from rose.serving.local_types import unseen_token
+from rose.serving.local_vectors import TextPairs, VectorRanker, placed
+
+MAX_QUERY_NUMBERS = 1 << 23  # of vectors of queries that are held at one time: 32 MB
 
 
-@dataclass(frozen=True, slots=True)
-class LatePairs:
-    """Queries and documents as tokens; `query_of` has the index of each document's query."""
-
-    queries: list[Ids]
-    documents: list[Ids]
-    query_of: list[int]
-    places: list[str]
-    truncated: int = 0
-    skips: tuple[int, int] = (0, 0)  # leading tokens of queries and documents that are not pooled
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all of them."""
-        return sum(map(len, self.queries)) + sum(map(len, self.documents))
-
-
-class LateRanker:
+class LateRanker(VectorRanker):
     """Scores with a loaded late-interaction model."""
 
     def __init__(self, served: ServedModel, tokenizer: Tokenizer) -> None:
-        """Use the runtime of `served` that embeds."""
-        assert served.embedding is not None
-        assert served.card.embedding is not None
-        self._served, self._card, self._tokenizer = served, served.card, tokenizer
-        self._runtime, self._facts = served.embedding, served.card.embedding
-
-    def encode(
-        self, query: str | Sequence[str], documents: Sequence[str], options: PairOptions
-    ) -> LatePairs:
-        """Turn pairs into tokens: one query for all documents, or one for each.
+        """Use the runtime of `served` that embeds.
 
         Raises:
-            RequestError: a text or an option does not fit.
+            RequestError: the model is served for other tasks.
         """
-        self._check_task()
-        if options.instruction:
-            message = "instruction: the model reads none; prompt goes before the query"
-            raise RequestError(message, "instruction")
-        if options.max_tokens_per_doc is not None and options.max_tokens_per_doc < 1:
-            message = f"max_tokens_per_doc: at least 1, not {options.max_tokens_per_doc}"
-            raise RequestError(message, "max_tokens_per_doc")
-        documents, one = list(documents), isinstance(query, str)
-        queries = [query] if isinstance(query, str) else list(query)
-        if not one and len(queries) != len(documents):
-            message = f"query: {len(queries)} texts for {len(documents)} documents"
-            raise RequestError(message, "query")
-        names = ["query"] if one else [f"query[{i}]" for i in range(len(queries))]
-        places = [f"documents[{i}]" for i in range(len(documents))]
-        check_texts([*zip(names, queries, strict=True), *zip(places, documents, strict=True)])
-        if not documents:
-            return LatePairs([], [], [], [])
-        asked = self._prepare(queries, "query", options, names)
-        found = self._prepare(documents, "document", options, places)
-        return LatePairs(
-            asked.ids,
-            found.ids,
-            [0 if one else i for i in range(len(documents))],
-            places,
-            asked.truncated + found.truncated,
-            (asked.pool_from, found.pool_from),
-        )
+        if "score" not in served.card.tasks:
+            can = ", ".join(served.card.tasks)
+            raise RequestError(f"model {served.card.name!r} cannot score; it can: {can}", "model")
+        super().__init__(served, tokenizer)
 
-    def joined(self, parts: Sequence[LatePairs]) -> LatePairs:
-        """Put several lists of pairs together."""
-        starts = np.cumsum([0, *(len(part.queries) for part in parts)]).tolist()
-        return LatePairs(
-            [ids for part in parts for ids in part.queries],
-            [ids for part in parts for ids in part.documents],
-            [s + i for s, part in zip(starts, parts, strict=False) for i in part.query_of],
-            [place for part in parts for place in part.places],
-            sum(part.truncated for part in parts),
-            max((part.skips for part in parts), default=(0, 0)),
-        )
+    def raw(self, encoded: TextPairs, progress: Progress | None = None) -> Floats:
+        """Compute scores, float64 [pairs, 1].
 
-    def raw(self, encoded: LatePairs, progress: Progress | None = None) -> Floats:
-        """Compute scores, float64 [pairs, 1]; only one batch of vectors is held at a time.
+        The vectors of few enough queries are held at a time, and those of the documents of the
+        batches that run.
 
         Raises:
             NonFiniteError: the model computed NaN or infinity; names the text.
         """
-        queries: dict[int, FloatRows] = {}
         scores = np.zeros((len(encoded.documents), 1))
-        with placed(["query"] * len(encoded.queries)):
-            queries.update(self._vectors(encoded.queries, "query"))
-        done = 0
-        with placed(encoded.places):
-            for index, rows in self._vectors(encoded.documents, "document"):
-                query = queries[encoded.query_of[index]]
-                scores[index] = maxsim([query], [rows], mean=self._late().mean)
-                done += 1
-                if progress:
-                    progress(done, len(encoded.documents))
+        for done, (index, score) in enumerate(self._scores(encoded)):
+            scores[index] = score
+            if progress:
+                progress(done + 1, len(encoded.documents))
         return scores
 
-    def activated(self, raw: Floats) -> Floats:
-        """Return scores as they are."""
-        return raw
-
-    def classify(
-        self,
-        items: Sequence[TextOrPair],  # noqa: ARG002 - it cannot
-        options: PairOptions,  # noqa: ARG002
-        progress: Progress | None,  # noqa: ARG002
-    ) -> list[Classified]:
-        """Refuse: there are no classes."""
-        can = ", ".join(self._card.tasks)
-        raise RequestError(f"model {self._card.name!r} cannot classify; it can: {can}", "model")
+    def _scores(self, encoded: TextPairs) -> Iterator[tuple[int, float]]:
+        """Compute the score of each document, in any order."""
+        size = max(1, MAX_QUERY_NUMBERS // (self._facts.dimensions * self._late().query_length))
+        for start in range(0, len(encoded.queries), size):
+            with placed(["query"] * size):
+                asked = self._vectors(encoded.queries[start : start + size], "query")
+                queries = {start + index: rows for index, rows in asked}
+            first, last = np.searchsorted(encoded.query_of, (start, start + size)).tolist()
+            with placed(encoded.places[first:last]):
+                for index, rows in self._vectors(encoded.documents[first:last], "document"):
+                    query = queries[encoded.query_of[first + index]]
+                    yield first + index, maxsim([query], [rows], mean=self._late().mean)[0]
 
     def _late(self) -> LateInteraction:
         assert self._facts.late is not None
         return self._facts.late
-
-    def _check_task(self) -> None:
-        if "score" not in self._card.tasks:
-            can = ", ".join(self._card.tasks)
-            raise RequestError(f"model {self._card.name!r} cannot score; it can: {can}", "model")
-
-    def _prepare(
-        self, texts: Sequence[str], side: Side, options: PairOptions, places: Sequence[str]
-    ) -> Prepared:
-        body = self._request(texts, side, options)
-        settings = GatewaySettings(max_inputs=len(texts))
-        with placed(places), plainly():
-            return prepare(body, self._card, self._tokenizer, settings)
-
-    def _request(self, texts: Sequence[str], side: Side, options: PairOptions) -> EmbeddingRequest:
-        is_query = side == "query"
-        most = None if is_query else options.max_tokens_per_doc
-        return EmbeddingRequest(
-            input=list(texts),
-            input_type=side,
-            prompt=options.prompt if is_query else None,
-            prompt_name=options.prompt_name if is_query and options.prompt is None else None,
-            truncate=options.truncate if most is None else None,
-            truncate_prompt_tokens=None if most is None else min(most, self._card.max_model_len),
-        )
 
     def _vectors(self, ids: Sequence[Ids], side: Side) -> Iterator[tuple[int, FloatRows]]:
         unseen = unseen_token(self._facts, Prepared([], 0, 0, side))
@@ -177,16 +77,3 @@ class LateRanker:
         )
         for index, (rows,) in found:
             yield index, of_texts(rows, [ids[index]], self._late(), side)[0]
-
-
-@contextmanager
-def placed(places: Sequence[str]) -> Iterator[None]:
-    """Name the texts in errors as the arguments do."""
-    try:
-        yield
-    except (RequestError, NonFiniteError) as error:
-        match = re.fullmatch(r"input\[(\d+)\]", error.field or "")
-        if match is None:
-            raise
-        place = places[int(match[1])]
-        raise type(error)(str(error).replace(str(error.field), place), place) from error

@@ -1,23 +1,16 @@
 """Packed texts through a runtime of this process: a row of numbers for each."""
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from rose.runtime.embedding import EmbedBatch, EmbeddingRuntime
-from rose.runtime.errors import NonFiniteError
-from rose.runtime.queue import EmbedJob, EmbedQueue, JobSlice
+from rose.runtime.queue import EmbedJob
+from rose.serving.local_outputs import FloatRows, Ids, check_finite, longest_first, pack, run_job
 
-if TYPE_CHECKING:
-    from rose.runtime.lazy import LazyTensor
-
-Ids = npt.NDArray[np.int32]
 Progress = Callable[[int, int], None]
 
-MAX_TEXTS_PER_BATCH = 1024
-STEPS_IN_FLIGHT = 2
+_FIRST = np.zeros(1, np.int64)  # where the row of a lone text begins, and the index of the text
 
 
 def run_rows(
@@ -29,7 +22,7 @@ def run_rows(
     skip: int = 0,
     segments: Sequence[Ids] | None = None,
     progress: Progress | None = None,
-) -> npt.NDArray[np.float32]:
+) -> FloatRows:
     """Run texts longest first, so that those of a batch are of like length.
 
     Where the runtime computes common beginnings once they run in order: neighbours begin alike.
@@ -49,56 +42,38 @@ def run_rows(
     Raises:
         NonFiniteError: the model computed NaN or infinity; names `input[i]`.
     """
-    if len(ids) == 1:  # nothing to put in order
-        batch = EmbedBatch(
-            ids[0],
-            np.array([len(ids[0])], np.int32),
-            np.array([skip], np.int32),
-            None if segments is None else segments[0],
-        )
-        rows: npt.NDArray[np.float32] = runtime.step(batch).result().numpy()
+    if len(ids) == 1:
+        rows = _run_one(runtime, ids[0], skip, None if segments is None else segments[0])
         if progress:
             progress(1, 1)
-    else:
-        rows = _run_sorted(runtime, ids, width, batch_tokens, skip, segments, progress)
-    _check_finite(rows)
-    return rows
-
-
-def _run_sorted(
-    runtime: EmbeddingRuntime,
-    ids: Sequence[Ids],
-    width: int,
-    batch_tokens: int,
-    skip: int,
-    segments: Sequence[Ids] | None,
-    progress: Progress | None,
-) -> npt.NDArray[np.float32]:
-    lengths = np.array([len(text) for text in ids], np.int32)
-    order = np.argsort(-lengths, kind="stable")
-    if runtime.shares_prefixes:
-        order = np.arange(len(ids))
-    job = EmbedJob(np.concatenate([ids[i] for i in order]), lengths[order], skip)
+        return rows
+    order = np.arange(len(ids)) if runtime.shares_prefixes else longest_first(ids)
+    job = EmbedJob(*pack(ids, order), skip)
     if segments is not None:
         job.segments = np.concatenate([segments[i] for i in order])
-    queue = EmbedQueue()
-    queue.add(job)
     rows = np.empty((len(ids), width), np.float32)
-    running: list[tuple[list[JobSlice], LazyTensor[Any]]] = []
-    done = 0
-    while queue or running:
-        while queue and len(running) < STEPS_IN_FLIGHT:
-            slices = queue.take(batch_tokens, MAX_TEXTS_PER_BATCH)
-            running.append((slices, runtime.step(EmbedBatch.of_slices(slices))))
-        (piece,), lazy = running.pop(0)
-        rows[order[piece.first : piece.last]] = lazy.result().numpy()
-        done += piece.last - piece.first
+    for piece, (part,) in run_job(runtime, job, order, batch_tokens=batch_tokens):
+        rows[order[piece.first : piece.last]] = part
         if progress:
-            progress(done, len(ids))
+            progress(piece.last, len(ids))
     return rows
 
 
-def _check_finite(rows: npt.NDArray[np.float32]) -> None:
-    if not np.isfinite(rows).all():
-        field = f"input[{np.flatnonzero(~np.isfinite(rows).all(axis=1))[0]}]"
-        raise NonFiniteError(f"the model computed NaN or infinity for {field}", field)
+def in_order(
+    outcomes: Iterable[tuple[int, list[FloatRows]]], texts: int, progress: Progress | None
+) -> list[list[FloatRows]]:
+    """Collect what `run_outputs` yields: the rows of each text, in the order of the texts."""
+    found: dict[int, list[FloatRows]] = {}
+    for index, parts in outcomes:
+        found[index] = parts
+        if progress:
+            progress(len(found), texts)
+    return [found[index] for index in range(texts)]
+
+
+def _run_one(runtime: EmbeddingRuntime, ids: Ids, skip: int, segments: Ids | None) -> FloatRows:
+    """Run a text without the queue: there is nothing to put in order."""
+    lengths, pool_from = np.array([len(ids)], np.int32), np.array([skip], np.int32)
+    rows: FloatRows = runtime.step(EmbedBatch(ids, lengths, pool_from, segments)).result().numpy()
+    check_finite(rows, _FIRST, _FIRST)
+    return rows

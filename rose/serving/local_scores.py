@@ -19,9 +19,10 @@ from rose.serving.local_ranking import (
     ranked,
 )
 from rose.serving.local_rows import Progress
+from rose.serving.local_vectors import VectorRanker
 
 # One that reads pairs, or one that compares vectors; each with pairs of its own.
-Ranker = LocalRanker | LateRanker
+Ranker = LocalRanker | VectorRanker
 
 
 class ScoreMethods:

@@ -1,17 +1,17 @@
 """The method of `rose.Engine` that gives several kinds of vectors from one pass."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from rose.models.card import EmbeddingCard, RowOutput
+from rose.models.card import EmbeddingCard, EmbeddingOutput
 from rose.models.output import finish
 from rose.runtime.build import ServedModel
 from rose.runtime.errors import RequestError
-from rose.runtime.options import OutputDtype
+from rose.runtime.options import EmbedOptions, OutputDtype
 from rose.serving.gateway.embedding_input import Prepared, options_of, prepare
 from rose.serving.gateway.schemas import EmbeddingRequest
 from rose.serving.gateway.settings import GatewaySettings
@@ -19,9 +19,11 @@ from rose.serving.gateway.several_outputs import checked_types, engine_outputs
 from rose.serving.gateway.sparse_output import SparseRow, of_tokens, of_vocabulary, unused_ids
 from rose.serving.gateway.token_vectors import of_texts
 from rose.serving.gateway.tokenization import Tokenizer
-from rose.serving.local_outputs import FloatRows, Ids, run_outputs
+from rose.serving.local_outputs import FloatRows, run_outputs
 from rose.serving.local_ranking import plainly
-from rose.serving.local_rows import Progress
+from rose.serving.local_rows import Progress, in_order
+
+Rows = dict[EmbeddingOutput, FloatRows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,20 @@ class Embeddings:
     dense: npt.NDArray[Any] | None = None
     sparse: list[SparseRow] | None = None
     multi_vector: list[FloatRows] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What is asked for, and what it is made of."""
+
+    facts: EmbeddingCard
+    types: tuple[EmbeddingOutput, ...]
+    options: EmbedOptions
+    work: Prepared
+
+    def finish(self, rows: FloatRows) -> npt.NDArray[Any]:
+        """Cut, normalise and quantise dense vectors, float32 [texts, D]."""
+        return finish(rows, self.options, self.facts.normalize, self.facts.quantizer)
 
 
 class TypeMethods:
@@ -78,10 +94,6 @@ class TypeMethods:
             RequestError: an argument does not fit; `field` names it.
             NonFiniteError: the model computed NaN or infinity.
         """
-        card = self._served.card
-        facts = card.embedding
-        if self._served.embedding is None or facts is None:
-            raise RequestError(f"model {card.name!r} cannot embed", "model")
         body = EmbeddingRequest(
             input=[texts] if isinstance(texts, str) else [_plain(text) for text in texts],
             output_types=list(output_types),
@@ -93,48 +105,57 @@ class TypeMethods:
             truncate=truncate,
             output_dtype=output_dtype,
         )
-        settings = GatewaySettings(max_inputs=max(1, len(texts)))
+        job = self._types_job(body)
+        if not job.work.ids:
+            return _nothing(job)
+        return self._finish_types(job, self._run_types(job, progress))
+
+    def _types_job(self, body: EmbeddingRequest) -> _Job:
+        card = self._served.card
+        facts = card.embedding
+        if self._served.embedding is None or facts is None:
+            raise RequestError(f"model {card.name!r} cannot embed", "model")
+        settings = GatewaySettings(max_inputs=max(1, len(body.input or ())))
         with plainly():
             types = checked_types(body, facts, card.name)
             options = options_of(body, facts, settings)
-            work = prepare(body, card, self._tokenizer, settings)
-        outputs = engine_outputs(types, facts)
-        found: dict[int, list[FloatRows]] = {}
-        for index, parts in self._run(work, outputs, facts):
-            found[index] = parts
-            if progress:
-                progress(len(found), len(work.ids))
-        rows = {kind: [found[i][at] for i in range(len(work.ids))] for at, kind in enumerate(types)}
-        dense = rows.get("dense")
-        return Embeddings(
-            None
-            if dense is None
-            else finish(np.concatenate(dense), options, facts.normalize, facts.quantizer),
-            self._sparse(rows["sparse"], work.ids, facts) if "sparse" in rows else None,
-            _tokens(rows["multi_vector"], work, facts) if "multi_vector" in rows else None,
-        )
+            nothing = Prepared([], 0, 0)
+            work = prepare(body, card, self._tokenizer, settings) if body.input else nothing
+        return _Job(facts, types, options, work)
 
-    def _run(
-        self, work: Prepared, outputs: tuple[RowOutput, ...], facts: EmbeddingCard
-    ) -> Iterator[tuple[int, list[FloatRows]]]:
+    def _run_types(self, job: _Job, progress: Progress | None) -> Rows:
+        """Run texts: their rows of each kind, one text after another."""
         assert self._served.embedding is not None
-        return run_outputs(
+        work = job.work
+        outcomes = run_outputs(
             self._served.embedding,
             work.ids,
-            outputs,
+            engine_outputs(job.types, job.facts),
             batch_tokens=self._served.max_batch_tokens,
             pool_from=work.pool_from,
-            unseen_token=unseen_token(facts, work),
+            unseen_token=unseen_token(job.facts, work),
+        )
+        texts = in_order(outcomes, len(work.ids), progress)
+        return {
+            kind: np.concatenate([parts[at] for parts in texts])
+            for at, kind in enumerate(job.types)
+        }
+
+    def _finish_types(self, job: _Job, rows: Rows) -> Embeddings:
+        facts, work = job.facts, job.work
+        dense, sparse, tokens = rows.get("dense"), rows.get("sparse"), rows.get("multi_vector")
+        side = work.side or "document"
+        return Embeddings(
+            None if dense is None else job.finish(dense),
+            None if sparse is None else self._sparse(sparse, job),
+            None if tokens is None else of_texts(tokens, work.ids, facts.late, side),
         )
 
-    def _sparse(
-        self, rows: list[FloatRows], ids: list[Ids], facts: EmbeddingCard
-    ) -> list[SparseRow]:
-        whole = np.concatenate(rows)
-        if "dense" not in facts.outputs:
-            return list(of_vocabulary(whole))
+    def _sparse(self, rows: FloatRows, job: _Job) -> list[SparseRow]:
+        if "dense" not in job.facts.outputs:
+            return list(of_vocabulary(rows))
         special = self._served.card.tokenizer.special_tokens
-        return list(of_tokens(ids, whole, unused_ids(self._tokenizer, special)))
+        return list(of_tokens(job.work.ids, rows, unused_ids(self._tokenizer, special)))
 
 
 def unseen_token(facts: EmbeddingCard, work: Prepared) -> int | None:
@@ -143,8 +164,14 @@ def unseen_token(facts: EmbeddingCard, work: Prepared) -> int | None:
     return None if expansion is None or expansion.attend else expansion.token
 
 
-def _tokens(rows: list[FloatRows], work: Prepared, facts: EmbeddingCard) -> list[FloatRows]:
-    return of_texts(np.concatenate(rows), work.ids, facts.late, work.side or "document")
+def _nothing(job: _Job) -> Embeddings:
+    """What is asked for, of no texts."""
+    none = np.zeros((0, job.facts.dimensions), np.float32)
+    return Embeddings(
+        job.finish(none) if "dense" in job.types else None,
+        [] if "sparse" in job.types else None,
+        [] if "multi_vector" in job.types else None,
+    )
 
 
 def _plain(text: str | Sequence[int]) -> Any:  # noqa: ANN401 - as requests have it

@@ -161,3 +161,9 @@ def test_in_this_process(folder):
         with pytest.raises(RequestError, match="'dense', 'sparse', 'multi_vector'") as failed:
             engine.embed_types("red", ["colbert"])
         assert failed.value.field == "output_types"
+        none = engine.embed_types([], ALL, dimensions=8, output_dtype="binary")
+        assert (none.dense.shape, none.dense.dtype) == ((0, 1), np.int8)
+        assert none.sparse == none.multi_vector == []
+        assert engine.embed_types([], ["sparse"]).dense is None
+        with pytest.raises(RequestError, match="colbert"):
+            engine.embed_types([], ["colbert"])
