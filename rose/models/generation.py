@@ -22,6 +22,7 @@ _RANGES = {
 }
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 BAN = -100.0  # as a bias, it bans a token
+_LARGEST = 3.4e38  # that float32 holds
 
 # What ROSE does not do, and would change the output; with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
@@ -120,15 +121,16 @@ def _sequence_bias(reader: ConfigReader) -> list[tuple[list[int], float]]:
     """Read rows of token ids, each with what is added to its last token."""
     key, found = "sequence_bias", []
     for row in reader.optional(key, list) or []:
-        if not (isinstance(row, list) and len(row) == 2 and _is_number(row[1])):
-            expected = "[token ids, a number]"
+        if not (isinstance(row, list) and len(row) == 2 and _is_bias(row[1])):
+            expected = "[token ids, a finite number]"
             raise CheckpointError(f"{reader.where(key)}: {expected} is expected, found {row!r}")
-        found.append((_ids(reader, key, row[0]), max(BAN, float(row[1]))))
+        found.append((_ids(reader, key, row[0]), float(max(BAN, row[1]))))
     return found
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+def _is_bias(value: object) -> bool:
+    """Say whether a value can be added to a logit; what is very small bans it."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value <= _LARGEST
 
 
 def _ids(reader: ConfigReader, key: str, value: object) -> list[int]:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 FIELD = "response_format"
 STUCK = "the output cannot go on under the JSON schema"
 UNUSABLE = "the JSON schema cannot be used"
-ANY_OBJECT = '{"type": "object"}'
 MAX_SCHEMA_CHARS = 100_000
 # Space between JSON tokens: one blank, or a line break and its indentation. Were it unbounded, a
 # small model could write nothing else up to its last token.

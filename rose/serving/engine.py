@@ -240,14 +240,14 @@ class EngineServer:
         self, identity: bytes, request: EmbedRequest, frames: list[bytes]
     ) -> Callable[[], None]:
         job = read_embed_job(request, frames, self._served.card.embedding)
-        self._embed.submit(job, request.options, partial(self._answer, identity, request))
+        self._embed.submit(job, request.options, partial(self._answer, identity, request, len(job)))
         return partial(self._embed.cancel, job)
 
     def _admit_scoring(
         self, identity: bytes, request: ScoreRequest, frames: list[bytes]
     ) -> Callable[[], None]:
         job = read_job(request, frames, optional=1)
-        self._score.submit_texts(job, partial(self._answer, identity, request))
+        self._score.submit_texts(job, partial(self._answer, identity, request, len(job)))
         return partial(self._score.cancel, job)
 
     def _admit_generation(
@@ -303,6 +303,7 @@ class EngineServer:
         self,
         identity: bytes,
         request: EmbedRequest | ScoreRequest,
+        texts: int,
         outcome: FinishedEmbed | Exception,
     ) -> None:
         self._forget(identity, request.request_id)
@@ -312,7 +313,6 @@ class EngineServer:
         tracing.record(
             "queue", outcome.queued_s, ago=outcome.computed_s, parent=request.traceparent
         )
-        texts = len(outcome.vectors)
         tracing.record("forward", outcome.computed_s, parent=request.traceparent, texts=texts)
         result = EmbedResult(
             request_id=request.request_id,

@@ -279,6 +279,24 @@ def test_bans_of_all_tokens_name_what_bans_them(http):
         assert refused_at_the_engine(http, "logit_bias", **fields) == param
 
 
+@pytest.mark.parametrize(
+    ("checkpoint", "fields", "param"),
+    [
+        ({"min_tokens": 3}, {}, "min_tokens"),
+        ({"min_tokens": 3}, {"min_tokens": 0}, "logit_bias"),
+        ({"min_tokens": 3}, {"logit_bias": {"1": -100}}, "logit_bias"),
+        ({"logit_bias": {1: -100.0}}, {}, "logit_bias"),
+        ({"logit_bias": {1: -100.0}}, {"min_tokens": 3}, "min_tokens"),
+        ({"logit_bias": {1: -100.0}, "min_tokens": 3}, {}, "logit_bias"),
+    ],
+)
+def test_bans_of_the_checkpoint_too_name_what_was_sent_or_can_be(
+    backend, checkpoint, fields, param
+):
+    http = http_of(StubLLM(backend=backend, generation=checkpoint))
+    assert refused_at_the_engine(http, "logit_bias", **fields) == param
+
+
 # Failures
 
 

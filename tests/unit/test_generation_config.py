@@ -1,6 +1,7 @@
 """What generation_config.json asks for beyond the usual: taken over, or named in a warning."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -32,6 +33,7 @@ def write(file: Path, value: object) -> None:
         ({"suppress_tokens": [7, 1]}, {7: -100, 1: -100}),
         ({"bad_words_ids": [[7], [2], [3, 4]]}, {7: -100}),  # 2 ends: it is never banned
         ({"sequence_bias": [[[7], 1.5], [[3, 4], -2.0], [[5], -1e9]]}, {7: 1.5, 5: -100}),
+        ({"sequence_bias": [[[7], -math.inf], [[5], -(10**400)]]}, {7: -100, 5: -100}),
         ({"suppress_tokens": None, "bad_words_ids": [], "sequence_bias": None}, {}),
     ],
 )
@@ -50,6 +52,9 @@ def test_single_tokens_that_a_checkpoint_bans_are_a_bias(folder, values, bias):
         ("bad_words_ids", [[True]]),
         ("sequence_bias", [[7, 1.5]]),
         ("sequence_bias", [[[7], float("nan")]]),
+        ("sequence_bias", [[[7], math.inf]]),
+        ("sequence_bias", [[[7], 1e39]]),  # more than float32 holds
+        ("sequence_bias", [[[7], 10**400]]),
         ("sequence_bias", {"7": 1.5}),
         ("min_new_tokens", -1),
     ],

@@ -16,6 +16,7 @@ from rose.runtime.options import SamplingParams
 from rose.runtime.sampler import Sampler
 from rose.runtime.sampling_plan import RowStatus, SamplingState, unpack
 from rose.runtime.structured import GrammarCompiler, GrammarMatcher
+from rose.serving.gateway.sampling_fields import ANY_OBJECT
 
 ENDS = ("<|end|>", "<|eot|>")
 PERSON = {
@@ -104,7 +105,7 @@ def test_a_schema_that_says_nothing_allows_any_value(schema, text, fits):
 
 @pytest.mark.parametrize(("text", "fits"), [('{"a": [1]}', True), ("[]", False), ("1", False)])
 def test_any_object(text, fits):
-    assert accepts(json.loads(structured.ANY_OBJECT), text) is fits
+    assert accepts(json.loads(ANY_OBJECT), text) is fits
 
 
 def test_end_tokens_come_where_the_output_is_complete_and_only_there():
@@ -186,7 +187,7 @@ def test_the_schema_cannot_lift_the_rules_of_the_server():
 
 
 def test_a_token_that_is_not_allowed_is_an_error_of_that_output_alone():
-    one, other = (COMPILER.matcher(structured.ANY_OBJECT) for _ in range(2))
+    one, other = (COMPILER.matcher(ANY_OBJECT) for _ in range(2))
     with pytest.raises(RequestError):
         one.accept(TOKENIZER.token_to_id("]"))
     other.accept(TOKENIZER.token_to_id("{"))

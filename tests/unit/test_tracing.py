@@ -8,6 +8,7 @@ import time
 import httpx
 import numpy as np
 import pytest
+import torch
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -17,7 +18,7 @@ from rose.serving import tracing
 from rose.serving.engine import EngineServer, Work
 from rose.serving.gateway.app import create_app
 from rose.serving.protocol import TokensDelta
-from tests.unit.engine_rig import ToyRuntime, connected, drive, engine
+from tests.unit.engine_rig import ToyRuntime, connected, drive, engine, texts
 from tests.unit.gateway_stub import StubClient
 
 CLIENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -97,6 +98,25 @@ def test_the_engine_records_parts_of_what_the_gateway_asks(exporter, tmp_path):
         assert spans[name].parent.span_id == spans["asked"].context.span_id
     assert spans["queue"].end_time == pytest.approx(spans["forward"].start_time, abs=5e6)
     assert spans["forward"].attributes["rose.texts"] == 1
+
+
+def test_texts_are_counted_also_where_the_rows_are_those_of_tokens(exporter, tmp_path):
+    address = f"ipc://{tmp_path}/e.sock"
+
+    class TokenRuntime(ToyRuntime):
+        def compute(self, batch):
+            return torch.zeros(len(batch.ids), 3)
+
+    async def scenario():
+        async with engine(TokenRuntime(), address), connected(address) as client:
+            await client.wait_ready()
+            with tracing.request_span("asked", CLIENT):
+                ids = texts([1, 2, 3], [4])
+                answer = await client.embed(ids, EmbedOptions(), outputs=("hidden_states",))
+            assert answer.vectors.shape == (4, 3)
+
+    drive(scenario)
+    assert spans_of(exporter)["forward"].attributes["rose.texts"] == 2
 
 
 def test_a_span_that_is_over_has_its_times(exporter):

@@ -183,10 +183,20 @@ def _wish(
         grammar=grammar_of(body.response_format, card.generation),
         logprobs=logprobs,
     )
-    # Where every token is banned, that is of one field or of the other.
-    by_min_tokens = body.min_tokens and not body.logit_bias
-    blamed = {BIAS: "min_tokens"} if by_min_tokens else {}
-    return _Wish(sampling, text_rules(body, card.generation), max_tokens, body.n or 1, blamed)
+    rules, blamed = text_rules(body, card.generation), {BIAS: _banning(body, sampling)}
+    return _Wish(sampling, rules, max_tokens, body.n or 1, blamed)
+
+
+def _banning(body: ChatRequest | CompletionRequest, sampling: SamplingParams) -> str:
+    """The field to name where every token is banned: one that was sent, if there is one.
+
+    Else it is one whose default is the checkpoint's: what a request sends takes its place.
+    """
+    sent = (body.logit_bias, body.min_tokens)
+    for bias, least in (sent, (sampling.logit_bias, sampling.min_tokens)):
+        if bias or least:
+            return "logit_bias" if bias else "min_tokens"
+    return BIAS
 
 
 def _plan(

@@ -50,7 +50,8 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
 def _decode_floats(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     """Parses a body with a float where an integer belongs; those that are whole become integers.
 
-    Only fields that msgspec complains of are changed: 1.0 stays what it is in a free-form value.
+    Only fields that msgspec complains of are changed, with all that is in them: in the others 1.0
+    stays what it is.
     """
     try:
         value = msgspec.json.decode(body)

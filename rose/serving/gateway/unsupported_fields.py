@@ -67,5 +67,5 @@ UNSUPPORTED = tuple(
 
 
 def asks(name: str, value: object) -> bool:
-    """Whether a field asks for anything: 0 log-probabilities and options left out ({}) do."""
+    """Whether a field asks for anything. An empty object does, and so do 0 log-probabilities."""
     return value is not False and value not in (None, "", [], *_NEUTRAL.get(name, ()))
