@@ -41,6 +41,7 @@ class Rig:
         caching=True,
         snapshots=0,
         gap=4,
+        grid=1,
         depth=2,
         eos_ids=(),
         grammars=None,
@@ -51,7 +52,7 @@ class Rig:
         kept = None
         if snapshots:
             first = SLOTS_PER_SEQUENCE * seqs
-            kept = Snapshots(snapshots, first, gap=gap, interval=16 * page_size)
+            kept = Snapshots(snapshots, first, grid=grid, gap=gap, interval=16 * page_size)
         self.pool = PagePool(num_pages, page_size, prefix_caching=caching, snapshots=kept)
         self.scheduler = Scheduler(
             self.pool,

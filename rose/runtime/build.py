@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from rose.kernels.attention.base import AttentionBackend
 from rose.kernels.attention.choice import choose
+from rose.kernels.delta_rule import CHUNK
 from rose.models.backbone import state_specs
 from rose.models.card import ModelCard
 from rose.models.loader import LoadedModel, load
@@ -268,7 +269,7 @@ def _generation(
     snapshots = None
     if states.num_bytes:
         first = SLOTS_PER_SEQUENCE * states.max_num_seqs
-        snapshots = Snapshots(states.num_snapshots, first)
+        snapshots = Snapshots(states.num_snapshots, first, grid=CHUNK)
     step_tokens = STEP_TOKENS_CPU if loaded.device.type == "cpu" else STEP_TOKENS_GPU
     scheduler = Scheduler(
         PagePool(num_pages, PAGE_SIZE, snapshots=snapshots),

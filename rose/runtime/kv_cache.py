@@ -81,8 +81,11 @@ class PagePool:
                 f"num_pages is {num_pages} and page_size {page_size}: a pool needs the reserved "
                 "page and one more, and a page at least one token"
             )
-        if snapshots is not None and snapshots.interval(0) % page_size:
-            raise ValueError(f"page_size is {page_size}: snapshots lie at ends of pages")
+        if snapshots is not None and snapshots.interval(0) % snapshots.unit(page_size):
+            raise ValueError(
+                f"page_size is {page_size}: snapshots lie at ends of pages, and of chunks of "
+                f"{snapshots.grid} tokens"
+            )
         self.num_pages = num_pages
         self.page_size = page_size
         self.caching = prefix_caching

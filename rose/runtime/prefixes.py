@@ -80,6 +80,20 @@ class Prefixes:
         length = len(sequence.token_ids)
         sequence.marks = snapshots.choose(sequence.computed, length, size, positions)
 
+    def cut(self, sequence: Sequence, budget: int) -> int:
+        """Return how many of at most `budget` tokens a step takes.
+
+        Where layers carry a state, a part of a text ends with a chunk of theirs, as in a step of
+        another size, unless the budget ends before the chunk does.
+        """
+        snapshots, start = self._pool.snapshots, sequence.computed
+        if sequence.remaining <= budget:
+            return sequence.remaining
+        if snapshots is None:
+            return budget
+        end = (start + budget) // snapshots.grid * snapshots.grid
+        return end - start if end > start else budget
+
     def keep(self, sequence: Sequence, end: int) -> tuple[KeptState, ...]:
         """Reserve rows for the marks up to `end`, which the next tokens of a sequence reach."""
         snapshots = self._pool.snapshots

@@ -168,13 +168,15 @@ class Scheduler:
     def fail(self, plan: StepPlan, error: Exception) -> list[Outcome]:
         """Take in that a step failed as a whole.
 
-        A sequence that was alone in it ends by `error`; several are computed again, one by one.
+        A sequence that was alone in it ends by `error`; several are computed again, one by one. So
+        are those that were given pages which it was to zero.
         """
-        self._trials.scrub_again(plan)
+        self._set_back_holders(plan)
         if len(plan.rows) == 1:
             return self.complete(plan, [error])
         for row in plan.rows:
-            self._set_back(row)
+            self._set_back(row.sequence, is_wanted=row.is_wanted)
+            self._land(row)
         return []
 
     def check(self) -> None:
@@ -336,7 +338,7 @@ class Scheduler:
 
     def _take_up(self, plan: StepPlan, sequence: Sequence, budget: int) -> int:
         """Put the next tokens of a sequence into the plan; return how many."""
-        num_tokens = min(sequence.remaining, budget)
+        num_tokens = self._prefixes.cut(sequence, budget)
         start, end = sequence.computed, sequence.computed + num_tokens
         samples = num_tokens == sequence.remaining and sequence.max_outputs > 0
         prompt_rows = range(0)
@@ -375,17 +377,26 @@ class Scheduler:
         self._land(row)
         return outcome
 
-    def _set_back(self, row: PlanRow) -> None:
-        """Let the sequence of a failed step start again from its tokens, on trial."""
-        sequence = row.sequence
-        if row.is_wanted:
+    def _set_back_holders(self, plan: StepPlan) -> None:
+        """Let those start again that hold a page which a failed step perhaps did not zero.
+
+        The step itself sees to its own.
+        """
+        held = self._trials.scrub_again(plan)
+        own = {row.sequence for row in plan.rows}
+        for sequence in {*self._running, *self._leaving} - own:
+            if not held.isdisjoint(sequence.pages):
+                self._set_back(sequence, is_wanted=sequence.status is not Status.FINISHED)
+
+    def _set_back(self, sequence: Sequence, *, is_wanted: bool) -> None:
+        """Let a sequence start again from its tokens, on trial, if anybody waits for it."""
+        if is_wanted:
             self._trials.begin(sequence)
             if sequence.status is Status.RUNNING:
                 self._leave(sequence, Status.WAITING)
                 insort(self._waiting, sequence, key=_rank)
         else:
             self._trials.distrust(sequence)
-        self._land(row)
 
     def _land(self, row: PlanRow) -> None:
         """Note that a step in flight is done for a sequence."""

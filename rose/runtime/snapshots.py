@@ -7,8 +7,13 @@ that ends there. A text can start at the deepest boundary that has one.
 Plain Python: this is the book-keeping, the tensors are elsewhere. A row is free, reserved (a step
 in flight writes it) or kept. Steps run in order, and a step reads snapshots before it writes any,
 so a row can be given to another as soon as it is planned. The least recently used goes first.
+
+Layers compute a text chunk by chunk, and a text that is cut within a chunk is rounded otherwise. So
+snapshots, which others' texts have a say in, lie at ends of chunks, counted from the text's start:
+`grid`.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 
@@ -25,17 +30,25 @@ class Snapshots:
     """Hands out the rows, and finds the state at the end of a cached page."""
 
     def __init__(
-        self, num_rows: int, first: int, *, gap: int = MIN_GAP, interval: int = MIN_INTERVAL
+        self,
+        num_rows: int,
+        first: int,
+        *,
+        grid: int = 1,
+        gap: int = MIN_GAP,
+        interval: int = MIN_INTERVAL,
     ) -> None:
         """Manage `num_rows` rows.
 
         Args:
             num_rows: states that can be kept.
             first: the first row, counted as the scheduler counts the slots of sequences.
+            grid: tokens of a chunk in the layers that carry the state.
             gap: tokens from one snapshot of a text to the next, at least.
             interval: tokens between those that are kept regularly, at least.
         """
         self.num_rows = num_rows
+        self.grid = grid
         self._first = first
         self._gap = gap
         self._interval = interval
@@ -58,24 +71,29 @@ class Snapshots:
         """Whether a text that has grown to `position` tokens has a regular snapshot there."""
         return position % self.interval(position) == 0
 
+    def unit(self, page_size: int) -> int:
+        """Return what all positions are multiples of: ends of pages and of chunks."""
+        return math.lcm(page_size, self.grid)
+
     def choose(self, start: int, length: int, page_size: int, shared: Iterable[int]) -> set[int]:
         """Choose where to keep the state of a text that is about to be computed.
 
-        That is where other texts part from it, at its last full page (but for the last token, so
-        that an equal text can start there), and regularly between.
+        That is where other texts part from it, at its last full page and chunk (but for the last
+        token, so that an equal text can start there), and regularly between.
 
         Args:
             start: tokens that need no computing.
             length: tokens of the text.
             page_size: tokens of a page.
-            shared: leading tokens, in full pages, that other texts have in common with it.
+            shared: leading tokens that other texts have in common with it.
 
         Returns:
             Positions: the state after so many tokens.
         """
-        last = (length - 1) // page_size * page_size
+        unit = self.unit(page_size)
+        last = (length - 1) // unit * unit
         chosen: list[int] = []
-        for position in sorted({*shared, last}):
+        for position in sorted({*(tokens // unit * unit for tokens in shared), last}):
             if position <= last and position - max([start, *chosen]) >= self._gap:
                 chosen.append(position)
         step = self.interval(length)

@@ -157,6 +157,21 @@ def test_a_failed_neighbour_is_not_felt(count):
     assert out[count:].isnan().all()
 
 
+def test_cuts_between_chunks_change_no_bit():
+    lengths, inputs = (200,), tokens(200)
+    whole, cut = pool(1), pool(3)
+    marks = ((Mark(64, 2), Mark(128, 3)),)
+    outputs = [
+        RecurrentBatch(lengths, CPU, stored).apply_delta_rule(*inputs, SPEC)
+        for stored in (
+            StoredRows(whole, (1,), (True,)),
+            StoredRows(cut, (1,), (True,), marks),
+        )
+    ]
+    assert torch.equal(*outputs)
+    assert torch.equal(whole.matrices[0][1], cut.matrices[0][1])
+
+
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_a_kept_state_is_that_after_so_many_tokens(data):

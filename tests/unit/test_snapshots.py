@@ -123,6 +123,25 @@ def test_where_states_are_kept(start, length, shared, chosen):
     assert Snapshots(1, 0).choose(start, length, 16, shared) == set(chosen)
 
 
+@pytest.mark.parametrize(
+    ("page_size", "start", "length", "shared", "chosen"),
+    [
+        (16, 0, 64, [], []),
+        (16, 0, 65, [], [64]),
+        (16, 0, 200, [96], [64, 192]),
+        (16, 0, 200, [176], [128, 192]),
+        (16, 64, 200, [80], [192]),
+        (16, 0, 2000, [1040], [512, 1024, 1536, 1984]),
+        (128, 0, 300, [200], [128, 256]),
+    ],
+)
+def test_states_are_kept_at_ends_of_chunks(page_size, start, length, shared, chosen):
+    kept = Snapshots(1, 0, grid=64)
+    assert kept.choose(start, length, page_size, shared) == set(chosen)
+    with pytest.raises(ValueError, match=r"page_size is 48: .* chunks of 64 tokens"):
+        PagePool(9, 48, snapshots=kept)
+
+
 def test_growing_texts_keep_less_and_less_often():
     kept = [n for n in range(1, 10_000) if Snapshots(1, 0).is_regular(n)]
     assert kept == [512, 1024, 1536, 2048, 3072, 4096, 6144, 8192]
@@ -133,8 +152,8 @@ def test_snapshots_lie_at_ends_of_pages():
         with_snapshots(1, page_size=5)
 
 
-def rig(snapshots=8, seqs=4, interval=16, **squeeze):
-    kept = Snapshots(snapshots, SLOTS_PER_SEQUENCE * seqs, gap=4, interval=interval)
+def rig(snapshots=8, seqs=4, interval=16, grid=1, **squeeze):
+    kept = Snapshots(snapshots, SLOTS_PER_SEQUENCE * seqs, grid=grid, gap=4, interval=interval)
     rig = scheduler_tests.Rig(seqs=seqs, snapshots=kept, **squeeze)
     device = StateDevice(
         rig.pool.num_pages, rig.pool.page_size, rig.scheduler.num_slots + snapshots
@@ -189,6 +208,24 @@ def test_nobody_waits_for_pages_whose_state_is_not_kept(interval, waits):
     served.land()
     rows = served.launch().rows
     assert ("short" not in {row.sequence.request_id for row in rows}) is waits
+    served.drain()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ends"), [(23, [16, 32, 48, 59]), (5, [5, 8, 13, 16, 21, 24, 29, 32, 37, 40])]
+)
+def test_parts_of_a_prompt_end_with_chunks(tokens, ends):
+    """Unless a step has no room for one."""
+    served = rig(num_pages=80, tokens=tokens, grid=8, depth=1)
+    served.add(1, TEXT[:59], max_tokens=2, ignore_eos=True)
+    found, kept = [], []
+    for _ in ends:
+        (row,) = served.launch().rows
+        found.append(row.end)
+        kept += [position for position, _ in row.kept]
+        served.land()
+    assert found == ends
+    assert kept == [position for position in (16, 32, 48, 56) if position <= ends[-1]]
     served.drain()
 
 
@@ -261,12 +298,14 @@ class StateMachine(scheduler_tests.SchedulerMachine):
     """Requests, cancels, NaNs and failing steps; a state has to follow each sequence."""
 
     SNAPSHOTS = 3
+    GRID = 1
 
     def __init__(self):
         super().__init__()
         kept = None
         if self.SNAPSHOTS:
-            kept = Snapshots(self.SNAPSHOTS, SLOTS_PER_SEQUENCE * 3, gap=2, interval=4)
+            first = SLOTS_PER_SEQUENCE * 3
+            kept = Snapshots(self.SNAPSHOTS, first, grid=self.GRID, gap=2, interval=4)
         self.rig = scheduler_tests.Rig(
             num_pages=8,
             page_size=2,
@@ -283,8 +322,17 @@ class StateMachine(scheduler_tests.SchedulerMachine):
     @rule()
     def land_failed(self):
         """Nobody knows what layers have written to the states before the step failed."""
+        self._lose(super().land_failed)
+
+    @precondition(lambda self: self.rig.flying)
+    @rule()
+    def land_unrun(self):
+        self._lose(super().land_unrun)
+
+    def _lose(self, land):
+        """Let the oldest step land, and the states be lost that it was to write."""
         rows = self.rig.flying[0][1][0]
-        super().land_failed()
+        land()
         for row, _, _, slot in rows:
             for place in (slot, *(kept for _, kept in row.kept)):
                 self.rig.device.states[place] = LOST
@@ -292,6 +340,12 @@ class StateMachine(scheduler_tests.SchedulerMachine):
 
 class NoSnapshotMachine(StateMachine):
     SNAPSHOTS = 0
+
+
+class ChunkedStateMachine(StateMachine):
+    """The same where states are kept, and parts of prompts end, with chunks of four tokens."""
+
+    GRID = 4
 
 
 class WaitingStateMachine(StateMachine):
@@ -349,6 +403,8 @@ TestStates = StateMachine.TestCase
 TestStates.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 TestNoSnapshots = NoSnapshotMachine.TestCase
 TestNoSnapshots.settings = settings(max_examples=30, stateful_step_count=50, deadline=None)
+TestChunkedStates = ChunkedStateMachine.TestCase
+TestChunkedStates.settings = settings(max_examples=30, stateful_step_count=50, deadline=None)
 TestWaitingStates = WaitingStateMachine.TestCase
 TestWaitingStates.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
 TestSnapshotPool = SnapshotPoolMachine.TestCase
