@@ -11,14 +11,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rose.kernels.cpu import load_library
 from rose.models.config import CONFIG_FILE
 from rose.models.errors import CheckpointError, ConvertError
 from rose.models.heads import head_tensor, share_stored_embedding
 from rose.models.layers import Projection
 from rose.models.loader import build_backbone, load
 from rose.models.plan import Plan, plan_checkpoint
-from rose.models.quantized import CONFIG_KEY, METHOD, VERSION, check_tasks
+from rose.models.quantized import COMPARED, CONFIG_KEY, METHOD, VERSION, check_tasks
 from rose.models.quantizing import MAX_LEN, prepare_loaded
 from rose.models.sample_texts import encode_samples, input_power
 from rose.models.stored_codes import PowerOfRows, store
@@ -33,7 +32,12 @@ Progress = Callable[[int, int, str], None]
 
 
 def convert_quantized(
-    source: Path, out: Path, quantization: str, progress: Progress | None = None
+    source: Path,
+    out: Path,
+    quantization: str,
+    progress: Progress | None = None,
+    *,
+    tasks: tuple[str, ...] | None = None,
 ) -> None:
     """Write a model folder once more, with its matrices rounded.
 
@@ -46,26 +50,28 @@ def convert_quantized(
         out: the folder to make; it must not exist yet.
         quantization: "int8" or "int4".
         progress: called as (tensors done, tensors in all, name of the tensor) along the way.
+        tasks: what it is to be served for; None is what the checkpoint is for.
 
     Raises:
         ConvertError: `out` exists, or the source is quantised.
-        CheckpointError: the source cannot be served.
-        ValueError: the quantization does not fit the model, or changes its vectors too much.
+        CheckpointError: the source cannot be served, or not for these tasks.
+        ValueError: the quantization does not fit the model, or changes its vectors too much, or
+            these cannot be computed here.
     """
     if out.exists():
         raise ConvertError(f"{out}: exists already")
-    plan = plan_checkpoint(source)
+    plan = plan_checkpoint(source, tasks=tasks)
     if plan.quantization is not None:
         raise ConvertError(f"{source}: is stored in {plan.quantization} already")
     check_tasks(quantization, plan.tasks)
-    if set(plan.tasks) != {"generate"} and load_library() is not None:
-        prepare_loaded(load(source, dtype="float32", quantization=quantization))
+    if compares := set(plan.tasks) != {"generate"}:
+        prepare_loaded(load(source, dtype="float32", quantization=quantization, tasks=tasks))
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.tmp"
     try:
         _copy_small_files(plan, unfinished)
         core = unfinished / plan.core.path.relative_to(plan.folder.path)
-        _note_in_config(core / CONFIG_FILE, quantization)
+        _note_in_config(core / CONFIG_FILE, quantization, compared=compares)
         tensors = _round(plan, quantization, progress)
         save_file(tensors, core / "model.safetensors", metadata={"format": "pt"})
         unfinished.rename(out)
@@ -86,9 +92,10 @@ def _copy_small_files(plan: Plan, target: Path) -> None:
     shutil.copytree(plan.folder.path, target, ignore=left_out)
 
 
-def _note_in_config(path: Path, quantization: str) -> None:
+def _note_in_config(path: Path, quantization: str, *, compared: bool) -> None:
     config = json.loads(path.read_text(encoding="utf-8"))
-    config[CONFIG_KEY] = {"quant_method": METHOD, "kind": quantization, "version": VERSION}
+    noted = {"quant_method": METHOD, "kind": quantization, "version": VERSION}
+    config[CONFIG_KEY] = noted | {COMPARED: compared}
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

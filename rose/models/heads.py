@@ -65,6 +65,5 @@ def head_tensor(named: "NamedTensors", *, tied: bool) -> tuple[str | None, str |
 
 def _equal(named: "NamedTensors") -> bool:
     head, embedding = (named.tensors.get(named.names[name]) for name in (LM_HEAD, EMBEDDING))
-    if head.is_meta:  # only headers are known
-        return True
-    return head.shape == embedding.shape and torch.equal(head, embedding)
+    # Of meta tensors only headers are known.
+    return head.shape == embedding.shape and (head.is_meta or torch.equal(head, embedding))

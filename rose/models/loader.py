@@ -55,6 +55,7 @@ class LoadedModel:
     generate, `classifier` where it is not loaded to score or classify; all share the backbone.
     `dtype` is that of the weights and of the hidden states. `settings` and `warnings` say what was
     read, from where, and what a user should know. `tokenizer_json` can be used as it is.
+    `stored_quantization` is what the weights were stored in, None where they were plain.
     """
 
     backbone: "Backbone"
@@ -67,6 +68,7 @@ class LoadedModel:
     settings: list[Setting]
     warnings: list[str]
     tokenizer_json: bytes
+    stored_quantization: str | None
 
 
 def load(
@@ -124,22 +126,26 @@ def load(
         settings=plan.settings,
         warnings=plan.warnings,
         tokenizer_json=read_tokenizer_json(plan.core),
+        stored_quantization=plan.quantization,
     )
 
 
 def check_weights(plan: Plan) -> None:
     """Load a model from the headers of its weights alone: would `load` find what it needs?
 
-    Of PyTorch files and of stored codes nothing is known before they are read.
+    Of PyTorch files nothing is known before they are read.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape, or is of no use.
     """
-    if not plan.files.safetensors or plan.quantization is not None:
+    if not plan.files.safetensors:
         return
     trial = replace(plan, settings=[], warnings=[])
     module = build_backbone(trial)
-    named = _name(trial, module, HeaderTensors(plan.files))
+    tensors = HeaderTensors(plan.files)
+    if plan.quantization is not None:
+        combine_codes(tensors)
+    named = _name(trial, module, tensors)
     _fill(trial, module, named, torch.float32, torch.device("meta"))
 
 
@@ -352,6 +358,7 @@ def _embedding_card(
 ) -> EmbeddingCard:
     return EmbeddingCard(
         dimensions=recipe.dimensions(plan.config.hidden_size),
+        hidden_size=plan.config.hidden_size,
         normalize=recipe.normalize,
         pooling="+".join(recipe.pooling.modes),
         matryoshka=recipe.matryoshka,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 QUANTIZATIONS = ("int8", "int4")
 CONFIG_KEY = "quantization_config"
+COMPARED = "vectors_compared"  # in it: with those of the original, before it was written
 METHOD = "rose"
 VERSION = 2
 # What follows a matrix's name.
@@ -27,6 +28,10 @@ CODES, NIBBLES, SCALES, MINIMA = "_codes", "_nibbles", "_scales", "_minima"
 _OLD_INT4 = (
     "the weights are stored in the first format of int4, which had no minima: they are served as "
     "they are, but converting the original model once more loses less"
+)
+_NOT_COMPARED = (
+    "nothing says that vectors of the stored weights were compared with the original's: `rose "
+    "convert` does so for a model that does more than generate, by itself or by --task"
 )
 
 
@@ -47,15 +52,17 @@ def choose_quantization(plan: "Plan", option: str | None) -> str | None:
         names = tensor_names(plan.files) or ()
         if stored == "int4" and not any(name.endswith(NIBBLES) for name in names):
             plan.warnings.append(_OLD_INT4)
+        if set(plan.tasks) != {"generate"} and not _is_compared(plan):
+            plan.warnings.append(_NOT_COMPARED)
     elif option is not None:
         plan.settings.append(Setting("quantization", option, "option --quantization"))
     return option or stored
 
 
-def is_stored(settings: "list[Setting]") -> bool:
-    """Return whether settings say that the weights are stored as they are served."""
-    source = f"{CONFIG_FILE}: {CONFIG_KEY}"
-    return any(s.name == "quantization" and s.source == source for s in settings)
+def _is_compared(plan: "Plan") -> bool:
+    """Return whether vectors were compared before the weights were stored."""
+    noted = (plan.core.json(CONFIG_FILE) or {}).get(CONFIG_KEY)
+    return isinstance(noted, dict) and noted.get(COMPARED) is True
 
 
 def check_quantization(

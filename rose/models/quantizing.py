@@ -14,7 +14,6 @@ from rose.kernels.pooling import mean
 from rose.models.classifier import SequenceClassifier
 from rose.models.layers import prepare
 from rose.models.loader import LoadedModel
-from rose.models.quantized import is_stored
 from rose.models.sample_texts import encode_samples, input_power, pack
 
 log = logging.getLogger(__name__)
@@ -27,19 +26,20 @@ def prepare_loaded(loaded: LoadedModel) -> None:
     """Bring a model's weights into the form that it is served with, rounded where its card says so.
 
     Weights of 4 bits are chosen by what the projections are given for a few built-in texts. Vectors
-    of these texts are computed before and after.
+    of these texts are computed before and after. Weights that were stored rounded were chosen then,
+    and the vectors of the original are gone.
 
     Raises:
         ValueError: the quantization cannot be computed here, or changes vectors too much.
     """
     kind = loaded.card.quantization
-    if kind is None:
-        _prepare(loaded, None, [])
+    if kind is None or loaded.stored_quantization is not None:
+        _prepare(loaded, kind, [])
         return
     limit = min(MAX_LEN, loaded.card.max_model_len)
     texts = encode_samples(loaded.tokenizer_json, loaded.card.vocab_size, limit)
     before_BD = _vectors(loaded, texts)
-    _prepare(loaded, kind, [] if is_stored(loaded.settings) else texts)
+    _prepare(loaded, kind, texts)
     after_BD = _vectors(loaded, texts)
     if before_BD is not None and after_BD is not None:
         way_out = "without quantization"

@@ -20,12 +20,17 @@ from rose.models.weight_files import WeightFiles, find_weight_files, read_header
 
 Getter = Callable[[], Tensor]
 
-# Those that weights can have; whatever else is refused alike.
+# Those that weights and stored codes can have; whatever else is refused alike.
 _HEADER_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
 }
 
 
@@ -102,7 +107,7 @@ class HeaderTensors(CheckpointTensors):
 
     def _open(self, path: Path) -> Iterator[tuple[str, Getter]]:
         for header in read_header(path):
-            dtype = _HEADER_DTYPES.get(header.dtype, torch.uint8)
+            dtype = _HEADER_DTYPES.get(header.dtype, torch.bool)
             yield header.name, partial(torch.empty, header.shape, dtype=dtype, device="meta")
 
 

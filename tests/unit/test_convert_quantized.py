@@ -9,12 +9,15 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from rose import Engine, SamplingParams
-from rose.kernels.cpu import load_library
+from rose.kernels.cpu import load_library, replaced
 from rose.kernels.quantization import quantize
+from rose.models import quantizing
 from rose.models.errors import CheckpointError, ConvertError
 from rose.models.loader import load
+from rose.models.quantizing import prepare_loaded
 from rose.models.stored_codes import PowerOfRows, _read, store
 from rose.serving import cli
+from rose.serving.inspect import inspect_checkpoint
 from tests import tiny
 
 TEXTS = ["the green sea", "tea", "short text over longer words"]
@@ -35,8 +38,9 @@ def rose(*arguments):
     return caught.value.code
 
 
-def convert(source, out, kind):
-    assert rose("convert", source, out, "--quantization", kind) == 0
+def convert(source, out, kind, *more):
+    assert rose("convert", source, out, "--quantization", kind, *more) == 0
+    assert rose("inspect", out) == 0
     return out
 
 
@@ -113,6 +117,7 @@ def test_experts_that_are_stored_as_one_are_rounded_one_by_one(kind):
 
 def test_inspect_shows_what_is_stored(tmp_path, capsys):
     out = convert(tiny.save_decoder(tmp_path / "plain", "llama"), tmp_path / "out", "int4")
+    capsys.readouterr()
     assert rose("inspect", out, "--json") == 0
     text = capsys.readouterr().out
     report = json.loads(text[text.index("{") :])
@@ -149,8 +154,11 @@ def test_damaged_codes_are_refused(tmp_path, change, message):
     source = tiny.save_decoder(tmp_path / "plain", "llama", tie_word_embeddings=False)
     out = convert(source, tmp_path / "out", "int8")
     spoil(out, change)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=message) as loading:
         load(out)
+    with pytest.raises(CheckpointError) as inspecting:
+        inspect_checkpoint(str(out))
+    assert str(inspecting.value) == str(loading.value)
 
 
 def test_nibbles_need_their_minima(tmp_path):
@@ -159,6 +167,8 @@ def test_nibbles_need_their_minima(tmp_path):
     spoil(out, lambda t: t.pop(f"{name}_minima"))
     with pytest.raises(CheckpointError, match=f"'{name}_minima' is missing"):
         load(out)
+    with pytest.raises(CheckpointError, match=f"'{name}_minima' is missing"):
+        inspect_checkpoint(str(out))
 
 
 def first_version(weight):
@@ -192,6 +202,48 @@ def test_the_first_version_of_int4_is_served_as_it_is_and_says_so(tmp_path, capl
     for name, tensor in tensors.items():
         if "proj" in name:
             assert torch.equal(quantize(tensor, "int4").dequantize(), tensor)
+
+
+def test_int4_is_written_for_the_task_that_it_is_for(tmp_path, capsys):
+    source = tiny.save_decoder(tmp_path / "plain", "llama")
+    words = ("convert", source, tmp_path / "out", "--quantization", "int4", "--task")
+    assert rose(*words, "embed,generate") == 1
+    assert "use int8, or --task generate" in " ".join(capsys.readouterr().err.split())
+    assert rose(*words, "generate") == 0
+    assert tokens(tmp_path / "out") == tokens(source, "int4")
+    assert rose("convert", tmp_path / "no.gguf", tmp_path / "other", "--task", "embed") == 1
+    assert "--task goes with --quantization" in capsys.readouterr().err
+
+
+def test_vectors_are_compared_when_weights_are_rounded_and_not_again(tmp_path, monkeypatch, caplog):
+    compared = []
+    monkeypatch.setattr(quantizing, "_compare", lambda *found: compared.append(found))
+    source = tiny.save_encoder(tmp_path / "plain", "bert")
+    out = convert(source, tmp_path / "out", "int8")
+    assert len(compared) == 1
+    prepare_loaded(load(out))
+    assert len(compared) == 1
+    assert "were compared" not in caplog.text
+
+
+def test_vectors_that_were_never_compared_are_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(quantizing, "LEAST_COSINE", -1.0)
+    source = tiny.save_decoder(tmp_path / "plain", "llama")
+    found = {}
+    for tasks in ("generate", "embed,generate"):
+        out = convert(source, tmp_path / tasks, "int8", "--task", tasks)
+        for served in ("generate", "embed"):
+            warnings = inspect_checkpoint(str(out), tasks=(served,)).warnings
+            found[tasks, served] = any("were compared" in warning for warning in warnings)
+    assert [key for key, said in found.items() if said] == [("generate", "embed")]
+
+
+def test_vectors_that_cannot_be_compared_are_refused_as_by_the_engine(tmp_path, capsys):
+    source = tiny.save_encoder(tmp_path / "plain", "bert")
+    with replaced(None):
+        assert rose("convert", source, tmp_path / "out", "--quantization", "int8") == 1
+    assert "needs the compiled CPU kernels" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("version", [0, 3, "two"])

@@ -67,6 +67,18 @@ def test_inspect_finds_what_loading_would(bert, tmp_path, capsys, change, messag
     assert found == f"error: {caught.value}\n"
 
 
+def test_inspect_finds_an_lm_head_that_cannot_be_the_embedding(tmp_path, capsys):
+    folder = save_decoder(tmp_path / "model", "llama", tie_word_embeddings=True)
+    embedding = "model.embed_tokens.weight"
+    edit_tensors(folder, lambda t: t | {"lm_head.weight": t[embedding][:16].clone()})
+    assert rose("inspect", folder) == 1
+    found = capsys.readouterr().err
+    assert re.search(r"'lm_head\.weight' .*has shape \[16, \d+\]", found)
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    assert found.endswith(f"error: {caught.value}\n")
+
+
 @pytest.mark.parametrize("head", ["masked_lm", "classifier"])
 def test_inspect_finds_a_missing_part_of_a_head(tmp_path, capsys, head):
     folder = save_encoder(tmp_path / "model", "bert", head=head)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rose.serving.commands.options import Quantization
+from rose.serving.commands.options import Quantization, Tasks, parse_tasks
 
 
 def convert(
@@ -15,6 +15,7 @@ def convert(
     ],
     out: Annotated[Path, typer.Argument(help="Folder to write; it must not exist.", metavar="OUT")],
     quantization: Quantization = None,
+    task: Tasks = None,
     dtype: Annotated[
         str, typer.Option(help="Of a GGUF file's weights: bfloat16, float16 or float32.")
     ] = "bfloat16",
@@ -40,28 +41,31 @@ def convert(
         raise ValueError(
             f"{source} is a model folder: add --quantization int8 (or int4) to round its weights"
         )
+    if task is not None and quantization is None:
+        raise ValueError("--task goes with --quantization alone")
     if not source.is_dir() and quantization is not None:
         what = "is no model folder" if source.exists() else "does not exist"
         raise ValueError(
             f"{source} {what}: --quantization rounds the weights of a model folder, which "
             "`rose convert` without it makes of a GGUF file"
         )
+    tasks = parse_tasks(task)
     from rich.console import Console
     from rich.progress import Progress
 
     console = Console(stderr=True)
     with Progress(transient=True, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("converting", total=None)
+        row = bar.add_task("converting", total=None)
 
         def show(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, total=total, description=what)
+            bar.update(row, completed=done, total=total, description=what)
 
         if quantization is None:
             _convert_gguf(source, out, dtype, show, tokenizer_from)
         else:
             from rose.models.convert_quantized import convert_quantized
 
-            convert_quantized(source, out, quantization, show)
+            convert_quantized(source, out, quantization, show, tasks=tasks or None)
     typer.echo(f"wrote {out}")
 
 
