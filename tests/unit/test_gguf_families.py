@@ -275,6 +275,9 @@ def test_the_long_and_the_short_factors_of_phi3(tmp_path):
 def test_what_phi3s_rope_cannot_be_is_refused(tmp_path):
     with pytest.raises(ConvertError, match=r"attn_factor is 2\.0"):
         phi3_128k(tmp_path, changes={"rope.scaling.attn_factor": 2.0})
+    length = "rope.scaling.original_context_length"
+    with pytest.raises(ConvertError, match=rf"'phi3\.{length}' is 1, and 2 is the least possible"):
+        phi3_128k(tmp_path, changes={length: 1})
     with pytest.raises(ConvertError, match=r"has 'rope_factors_long\.weight', and of the long"):
         phi3_128k(tmp_path, skip={"rope_factors_short.weight"})
 
@@ -295,6 +298,16 @@ BAD = {
     ),
     "rope factors of an encoder": ("nomic-bert", NEW, r"'rope_freqs\.weight' has no place"),
     "other factors of phi3": ("phi3", NEW, r"'rope_freqs\.weight' has no place"),
+    "windows in periods of no layer": (
+        "gemma2",
+        {"changes": {"attention.sliding_window_pattern": 0}},
+        r"'gemma2\.attention\.sliding_window_pattern' is 0, and 1 is the least possible",
+    ),
+    "periods of no layer in an encoder": (
+        "modern-bert",
+        {"changes": {"attention.sliding_window_pattern": 0}},
+        r"'modern-bert\.attention\.sliding_window_pattern' is 0, and 1 is the least possible",
+    ),
     "experts of NomicBERT": (
         "nomic-bert",
         {"changes": {"moe_every_n_layers": 2}},

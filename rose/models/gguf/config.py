@@ -15,6 +15,7 @@ from rose.models.gguf.dimensions import Dimensions
 from rose.models.gguf.encoders import build_encoder_config
 from rose.models.gguf.families import FAMILIES
 from rose.models.gguf.reader import GgufFile, shortest
+from rose.models.windows import FULL, SLIDING
 
 # Tensors that become part of the config.
 ROPE_FACTORS = "rope_freqs.weight"
@@ -43,7 +44,6 @@ _WITHOUT_EFFECT = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
 
 # The 27B models, and they alone, scale attention by hidden / heads; their depth tells them apart.
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
-_SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 def check_architecture(gguf: GgufFile) -> None:
@@ -135,9 +135,8 @@ def _query_scalar(gguf: GgufFile, dims: Dimensions) -> int:
 
 def _gemma_layers(gguf: GgufFile, dims: Dimensions, default: int) -> list[str]:
     """The last layer of every period sees the whole text."""
-    period = gguf.get(gguf.own("attention.sliding_window_pattern"), int, default)
-    kinds = [_SLIDING] * (period - 1) + [_FULL]
-    return [kinds[i % period] for i in range(dims.layers)]
+    period = gguf.at_least(1, gguf.own("attention.sliding_window_pattern"), default)
+    return [SLIDING if (i + 1) % period else FULL for i in range(dims.layers)]
 
 
 def _qwen3moe(gguf: GgufFile, dims: Dimensions) -> dict[str, Any]:
@@ -179,7 +178,7 @@ def _longrope(gguf: GgufFile) -> dict[str, Any]:
         return {}
     if len(found) == 1:
         raise gguf.error(f"has {found.pop()!r}, and of the long and the short factors only that")
-    original = gguf.require(gguf.own("rope.scaling.original_context_length"), int)
+    original = gguf.at_least(2, gguf.own("rope.scaling.original_context_length"))
     scale = max(1.0, gguf.require(gguf.own("context_length"), int) / original)
     usual = math.sqrt(1 + math.log(scale) / math.log(original))
     factor = gguf.get(gguf.own("rope.scaling.attn_factor"), float, usual)

@@ -5,8 +5,7 @@ from typing import Any
 from rose.models.gguf.dimensions import Dimensions
 from rose.models.gguf.families import Family
 from rose.models.gguf.reader import GgufFile, shortest
-
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+from rose.models.windows import FULL, SLIDING
 
 
 def build_encoder_config(gguf: GgufFile, dims: Dimensions, family: Family) -> dict[str, Any]:
@@ -53,13 +52,13 @@ def _nomic_bert(gguf: GgufFile, dims: Dimensions) -> dict[str, Any]:
 
 def _modern_bert(gguf: GgufFile, dims: Dimensions) -> dict[str, Any]:
     """The first layer of every period sees the whole text."""
-    period = gguf.get(gguf.own("attention.sliding_window_pattern"), int, 3)
+    period = gguf.at_least(1, gguf.own("attention.sliding_window_pattern"), 3)
     local = gguf.get(gguf.own("rope.freq_base_swa"), float, 10000.0)
     return {
         "norm_eps": _epsilon(gguf),
         "hidden_activation": gguf.get(gguf.own("hidden_activation"), str, "gelu"),
         "local_attention": gguf.require(gguf.own("attention.sliding_window"), int),
-        "layer_types": [_SLIDING if i % period else _FULL for i in range(dims.layers)],
+        "layer_types": [SLIDING if i % period else FULL for i in range(dims.layers)],
         "global_rope_theta": shortest(gguf.require(gguf.own("rope.freq_base"), float)),
         "local_rope_theta": shortest(local),
     }

@@ -67,6 +67,13 @@ class GgufFile:
             raise self.error(f"metadata {key!r} should be {kind.__name__}, but is {value!r:.80}")
         return value
 
+    def at_least(self, least: int, key: str, default: int | None = None) -> int:
+        """The value of `key`, or `default` if there is one: a whole number from `least` on."""
+        value = self.require(key, int) if default is None else self.get(key, int, default)
+        if value < least:
+            raise self.error(f"metadata {key!r} is {value}, and {least} is the least possible")
+        return value
+
     def own(self, name: str) -> str:
         """The full key of a setting of this architecture: `own("rope.freq_base")`."""
         return f"{self.architecture}.{name}"
