@@ -26,7 +26,7 @@ _ELEMENTS = 1 << 20  # of a matrix at a time: what is computed on the way takes 
 # Of 4 bits: shares of a group's range to leave out at both ends, to try. Finer steps may fit the
 # others better than the group's least and greatest weight. Then, twice, the scale and the minimum
 # that fit the best codes best.
-_CUTS = (0.0, 0.04, 0.08)
+_CUTS = tuple(cuts for cuts in product((0.0, 0.04, 0.08), repeat=2) if any(cuts))
 _REFINEMENTS = 2
 _LEAST_WORTH = 0.01  # of an error, beside that of one that meets an input of the mean power
 # The least scale beside the magnitude of the minimum, so that float32 holds every step.
@@ -174,7 +174,7 @@ def _fit_nibbles(groups_OGK: Tensor, worth_1GK: Tensor) -> _Fit:
         fit.put(rows_N, _fit_grids(_Groups(groups_OGK[rows_N], worth_1GK), fit.rows(rows_N)))
         if not fit.lost.any():
             return fit
-    for below, above in product(_CUTS, _CUTS):
+    for below, above in _CUTS:
         fit.take(_fit_range(groups, below, above))
     for _ in range(_REFINEMENTS):
         fit.take(refined := _refine(groups, fit.codes), (refined.codes == 0).any(-1))

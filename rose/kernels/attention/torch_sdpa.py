@@ -222,6 +222,7 @@ class _FreshGroup:
 
         No layer keeps the bias for the next: of long texts it would be larger than the model.
         """
+        assert spec.soft_cap is None, "a soft cap together with a bias by position"
         count = max(1, SCORE_ELEMENTS // self._row_scores(spec))
         parts = []
         for start in range(0, q.shape[1], count):
