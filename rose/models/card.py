@@ -71,18 +71,21 @@ class LateInteraction(msgspec.Struct, frozen=True, kw_only=True):
 class EmbeddingCard(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of an embedder.
 
-    `matryoshka` lists the widths that the checkpoint says it was trained for (empty: it says
-    nothing). `prompts` are text prefixes by name; `default_prompt_name` is the one that applies
-    when a request names none. `chat` is given where texts, and with them prompts, pass through the
-    chat template; prompts are pooled there. `quantizer` says how codes of whole numbers are made,
-    see `rose.models.output`. `chunk_separator` is the token that stands between the chunks of a
-    document where the model was trained so; None where nothing does. `outputs` are the kinds of
-    vectors that it gives: a "sparse" one has a weight for each token of the vocabulary (where
-    "dense" is there too: made of weights of the text's tokens), "multi_vector" a vector for each
-    token of the text. `late` is given where texts are queries or documents that become such.
+    `dimensions` is the width of a finished vector (of a token where `late` is given), `hidden_size`
+    that of the hidden states that it is made of. `matryoshka` lists the widths that the checkpoint
+    says it was trained for (empty: it says nothing). `prompts` are text prefixes by name;
+    `default_prompt_name` is the one that applies when a request names none. `chat` is given where
+    texts, and with them prompts, pass through the chat template; prompts are pooled there.
+    `quantizer` says how codes of whole numbers are made, see `rose.models.output`.
+    `chunk_separator` is the token that stands between the chunks of a document where the model was
+    trained so; None where nothing does. `outputs` are the kinds of vectors that it gives: a
+    "sparse" one has a weight for each token of the vocabulary (where "dense" is there too: made of
+    weights of the text's tokens), "multi_vector" a vector for each token of the text. `late` is
+    given where texts are queries or documents that become such.
     """
 
     dimensions: int
+    hidden_size: int
     normalize: bool
     pooling: str
     matryoshka: tuple[int, ...] = ()

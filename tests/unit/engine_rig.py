@@ -29,7 +29,7 @@ CARD = ModelCard(
     fingerprint="f",
     created=0,
     tokenizer=TokenizerCard(),
-    embedding=EmbeddingCard(dimensions=3, normalize=False, pooling="mean"),
+    embedding=EmbeddingCard(dimensions=3, hidden_size=3, normalize=False, pooling="mean"),
 )
 
 NAN_ID, CRASH_ID, LOST_ID = 997, 998, 999

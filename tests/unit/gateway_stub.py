@@ -42,6 +42,7 @@ def tokenizer_json(cls=True, specials=True):
 def card(name="stub", **changes):
     embedding = {
         "dimensions": 16,
+        "hidden_size": 16,
         "normalize": True,
         "pooling": "mean",
         "outputs": ("dense", "sparse"),

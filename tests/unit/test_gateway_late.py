@@ -1,5 +1,7 @@
 """Late interaction through the gateway: which tokens reach the engine, and what comes of scores."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -78,6 +80,19 @@ def test_whether_a_text_is_a_query_has_to_be_said(fields):
         assert "'query' or 'document'" in error["message"]
 
 
+def test_fields_that_contradict_each_other_are_refused():
+    http = served(embedding={"prompts": {"document": "a ", "code": "a "}})
+    body = {"inputs": "red", "input_type": "query"}
+    error = error_of(http.post("/embed_all", {**body, "prompt_name": "document"}))
+    assert error["param"] == "prompt_name"
+    assert "is for document texts, and these are query texts" in error["message"]
+    both = {**body, "input_type": "passage", "prompt_name": "document"}
+    for fits in (both, {**body, "prompt_name": "code"}):
+        assert http.post("/embed_all", fits).status_code == 200
+    ranked = {"query": "red", "documents": ["a"], "prompt_name": "document"}
+    assert error_of(http.post("/v1/rerank", ranked))["param"] == "prompt_name"
+
+
 def test_without_marker_and_expansion_a_prompt_may_mark():
     http = served(
         embedding={"prompts": {"query": "a "}}, query_marker=None, expansion=None, query_length=9
@@ -147,6 +162,15 @@ def test_hidden_states_are_those_of_all_tokens():
     assert http.client.calls[0]["outputs"] == ("hidden_states",)
 
 
+def test_hidden_states_are_counted_by_their_own_width(monkeypatch):
+    monkeypatch.setattr("rose.serving.gateway.routes.embeddings.MAX_NUMBERS_PER_TOKEN", 8 * 16)
+    http = served(embedding={"hidden_size": 32})
+    body = {"inputs": "red kite", "input_type": "document"}
+    assert http.post("/embed_all", body).status_code == 200
+    error = error_of(http.post("/embed_all", {**body, "output": "hidden_states"}))
+    assert "'inputs' has 5 tokens; at most 4" in error["message"]
+
+
 def test_a_model_says_what_it_can():
     (model,) = served().get("/v1/models").json()["data"]
     assert model["tasks"] == ["embed", "score"]
@@ -188,6 +212,35 @@ def test_queries_of_their_own_and_the_form_of_tei():
     assert scores[0] == pytest.approx(expected[0], rel=1e-5)
     mean = served(mean=True).post("/rerank", {"query": "red", "texts": ["red, kite"]}).json()
     assert mean[0]["score"] == pytest.approx(expected[0] / 8, rel=1e-5)
+
+
+def test_pairs_are_scored_in_parts_with_their_queries(monkeypatch):
+    monkeypatch.setattr(vector_ranking, "MAX_NUMBERS_PER_TOKEN", 2 * 16 * (8 + 10))
+    http = served()
+    queries = {"red": [RED], "a": [A], "kite": [KITE], "kite red": [KITE, RED], "": []}
+    documents = {**TEXTS, "a kite": [A, KITE]}
+    body = {"text_1": list(queries), "text_2": list(documents)}
+    answer = http.post("/v1/score", body).json()
+    expected = [score(*ids) for ids in zip(queries.values(), documents.values(), strict=True)]
+    np.testing.assert_allclose([item["score"] for item in answer["data"]], expected, rtol=1e-5)
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, fed(http)))
+    called = [(call["queries"], len(call["ids"])) for call in http.client.calls]
+    assert called == [(True, 2), (False, 2)] * 2 + [(True, 1), (False, 1)]
+    long = {"text_1": ["red"] * 3, "text_2": ["a", "a", "red " * 9]}
+    assert error_of(http.post("/v1/score", long))["param"] == "text_2[2]"
+
+
+def test_vectors_of_tokens_are_cut_apart_off_the_event_loop(monkeypatch):
+    threads = []
+
+    def noted(*arguments):
+        threads.append(threading.current_thread().name)
+        return of_texts(*arguments)
+
+    monkeypatch.setattr("rose.serving.gateway.routes.embeddings.of_texts", noted)
+    served().post("/v1/rerank", {"query": "red", "documents": ["a", "kite"]})
+    assert len(threads) == 2
+    assert all(name.startswith("rose-text") for name in threads)
 
 
 def test_errors_of_ranking_name_the_text():

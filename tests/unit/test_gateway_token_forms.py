@@ -1,9 +1,12 @@
 """Tokens of texts in the form of text-embeddings-inference: /tokenize and /embed_all."""
 
+import threading
+
 import numpy as np
 import pytest
 
 from rose.serving.client_api import EngineError
+from rose.serving.gateway.embedding_output import check_finite
 from tests.unit.gateway_stub import Http, StubClient, card, error_of, vector
 
 CLS, SEP, A, RED, KITE = 2, 3, 5, 6, 7
@@ -123,3 +126,24 @@ def test_shapes_that_clients_of_tei_send(served):
     headers = {"Content-Type": "application/json", "Authorization": "Bearer none"}
     body = {"inputs": ["a red", "kite"], "truncate": True, "parameters": {}}
     assert served.post("/embed", body, headers=headers).json() == plain
+
+
+def test_embed_all_counts_what_a_row_has_and_not_what_vectors_are_cut_to(monkeypatch):
+    monkeypatch.setattr("rose.serving.gateway.routes.embeddings.MAX_NUMBERS_PER_TOKEN", 16 * 6)
+    served = Http({"stub": StubClient(card(embedding={"dimensions": 4, "hidden_size": 16}))})
+    assert "at most 6" in error_of(served.post("/embed_all", {"inputs": "a " * 9}))["message"]
+
+
+def test_large_answers_are_checked_off_the_event_loop(served, monkeypatch):
+    module = "rose.serving.gateway.routes.embeddings"
+    threads = []
+
+    def noted(*arguments):
+        threads.append(threading.current_thread().name)
+        check_finite(*arguments)
+
+    monkeypatch.setattr(f"{module}.check_finite", noted)
+    for limit in (4 * 16, 4 * 16 - 1):
+        monkeypatch.setattr(f"{module}.CHECK_IN_THREAD_NUMBERS", limit)
+        served.post("/embed_all", {"inputs": "a red"})  # four tokens
+    assert [name.startswith("rose-text") for name in threads] == [False, True]

@@ -38,7 +38,8 @@ def test_a_card_has_what_a_gateway_needs(pylate):
     assert card.max_model_len == 20
     assert card.scoring is None
     facts = card.embedding
-    assert (facts.dimensions, facts.outputs, facts.pooling) == (12, ("multi_vector",), "none")
+    assert (facts.dimensions, facts.hidden_size) == (12, 32)
+    assert (facts.outputs, facts.pooling) == (("multi_vector",), "none")
     assert facts.late == LateInteraction(
         query_length=16,
         document_length=20,

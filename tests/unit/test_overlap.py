@@ -35,7 +35,7 @@ CARD = ModelCard(
     fingerprint="f",
     created=0,
     tokenizer=TokenizerCard(),
-    embedding=EmbeddingCard(dimensions=2, normalize=False, pooling="mean"),
+    embedding=EmbeddingCard(dimensions=2, hidden_size=2, normalize=False, pooling="mean"),
 )
 
 

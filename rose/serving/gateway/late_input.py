@@ -17,12 +17,14 @@ def side_of(body: EmbeddingRequest) -> Side:
     """Whether the texts of a request are queries or documents.
 
     Raises:
-        ApiError: 400, it does not say so.
+        ApiError: 400, it does not say so, or says both.
     """
-    for name in (body.input_type, body.prompt_name):
-        side = role_of(name)
-        if side is not None:
-            return side
+    side, named = role_of(body.input_type), role_of(body.prompt_name)
+    if side and named and side != named:
+        message = f"'prompt_name' is for {named} texts, and these are {side} texts."
+        raise bad_request(message, "prompt_name")
+    if found := side or named:
+        return found
     message = (
         "This model reads queries and documents in different ways: 'input_type' has to be 'query' "
         "or 'document' (or 'prompt_name', where there is no such field)."

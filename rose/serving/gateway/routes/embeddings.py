@@ -28,10 +28,9 @@ from rose.serving.gateway.tokenization import Ids
 
 # Fewer numbers than this are written out at once: a thread would cost more than it saves.
 ENCODE_IN_THREAD_NUMBERS = 1 << 16
+CHECK_IN_THREAD_NUMBERS = 1 << 20  # likewise, to look for NaN: it takes half a millisecond
 MAX_NUMBERS_SPARSE = 1 << 24  # of vectors as wide as the vocabulary, on their way: 64 MB
 MAX_NUMBERS_PER_TOKEN = 1 << 23  # of an answer with a vector for each token: about 100 MB of JSON
-
-WIDE = 1024  # channels of a backbone, or more
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,21 @@ class Embedded:
         card = self.model.card.embedding
         late, side = card.late if card else None, self.work.side or "document"
         return of_texts(self.rows("multi_vector"), self.work.ids, late, side)
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of all rows."""
+        return sum(rows.size for rows in (self.answer.vectors, *self.answer.more))
+
+    def check_finite(self) -> None:
+        """Refuses NaN and infinity, for which JSON has no form.
+
+        Raises:
+            ApiError: 500, naming the text.
+        """
+        for output in self.outputs:
+            counts = None if output == "text" else [len(row) for row in self.work.ids]
+            check_finite(self.rows(output), counts)
 
     @property
     def tokens(self) -> int:
@@ -136,19 +150,15 @@ async def embed(
         ApiError: The request is wrong, or its vectors are not finite.
         EngineError: The engine failed.
     """
-    gateway = call.gateway
     check_supported(body)
-    model = gateway.table.choose(body.model, *tasks, doing="embed texts")
-    card = model.card
-    assert card.embedding is not None
+    model = call.gateway.table.choose(body.model, *tasks, doing="embed texts")
+    card = model.card.embedding
+    assert card is not None
     if "text" in outputs:
-        _check_output(card.embedding, sparse=sparse)
-    options = options_of(body, card.embedding, gateway.settings)
-    tokenizer = await model.tokenizer(gateway.pool)
-    started = time.perf_counter()
-    work = await call.tokenize(prepare, body, card, tokenizer, gateway.settings)
-    _check_sizes(work.ids, outputs, card.embedding, sparse=sparse)
-    gateway.metrics.tokenized(model.name, started)
+        _check_output(card, sparse=sparse)
+    options = options_of(body, card, call.gateway.settings)
+    work = await _tokenized(call, body, model)
+    _check_sizes(work.ids, outputs, card, sparse=sparse)
     answer = await model.client.embed(
         work.ids,
         options,
@@ -160,11 +170,21 @@ async def embed(
         trace=call.exchange.request_id,
     )
     done = Embedded(model, work, answer, outputs)
-    for output in outputs:
-        counts = None if output == "text" else [len(row) for row in work.ids]
-        check_finite(done.rows(output), counts)
+    if done.numbers > CHECK_IN_THREAD_NUMBERS:
+        await call.in_thread(done.check_finite)
+    else:
+        done.check_finite()
     count(call, done)
     return done
+
+
+async def _tokenized(call: Call[Any], body: EmbeddingRequest, model: ServedModel) -> Prepared:
+    gateway = call.gateway
+    tokenizer = await model.tokenizer(gateway.pool)
+    started = time.perf_counter()
+    work = await call.tokenize(prepare, body, model.card, tokenizer, gateway.settings)
+    gateway.metrics.tokenized(model.name, started)
+    return work
 
 
 def _check_sizes(
@@ -179,11 +199,11 @@ def _check_sizes(
 
 
 def _width(output: RowOutput, card: EmbeddingCard) -> int:
-    """Numbers of a token's row. The card does not know how wide a projection's input is."""
+    """Numbers of a token's row."""
     if output == "token_weights":
         return 1
-    is_input = output == "hidden_states" and card.late is not None
-    return max(card.dimensions, WIDE) if is_input else card.dimensions
+    # Vectors of tokens that come beside a dense one (BGE-M3) are as wide as the hidden states.
+    return card.dimensions if output == "multi_vector" and card.late else card.hidden_size
 
 
 def _check_size(ids: Sequence[Ids], width: int) -> None:

@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from rose.models.card import EmbeddingCard, LateInteraction
+from rose.models.card import EmbeddingCard, LateInteraction, Side
 from rose.serving.client_api import EngineError
 from rose.serving.gateway.errors import ApiError, bad_request, from_engine
 from rose.serving.gateway.models import ServedModel
@@ -19,6 +20,7 @@ from rose.serving.gateway.token_vectors import maxsim
 from rose.serving.gateway.truncation import limit_of
 
 Places = Mapping[str, str]  # texts by their places in the request
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,8 @@ class Scored:
     """
 
     model: str
-    raw: npt.NDArray[np.float64]
-    scores: npt.NDArray[np.float64]
+    raw: Floats
+    scores: Floats
     usage: Usage
 
     def order(self) -> list[int]:
@@ -58,108 +60,124 @@ async def score_vectors(
         EngineError: The engine failed.
     """
     card = model.card.embedding
-    late = card.late if card else None
+    assert card is not None
+    _check_fields(body, model.name, card)
+    embedder = _Embedder(call, body, model, card)
+    if card.late is None:
+        scores = await _cosines(embedder, queries, documents)
+    else:
+        scores = await _matches(embedder, card.late, queries, documents)
+    return Scored(model.name, scores, scores, usage_of(embedder.tokens, embedder.truncated))
+
+
+def _check_fields(body: PairRequest, model: str, card: EmbeddingCard) -> None:
     unfit = {
         "instruction": bool(body.instruction),
         "truncation_strategy": body.truncation_strategy == "only_second",
         "max_chunks_per_doc": body.max_chunks_per_doc not in (None, 1),
     }
-    how = "cosine" if late is None else "vectors of tokens"
+    how = "cosine" if card.late is None else "vectors of tokens"
     for name, is_unfit in unfit.items():
         if is_unfit:
-            message = f"'{name}' does not go with '{model.name}', which ranks by {how}."
+            message = f"'{name}' does not go with '{model}', which ranks by {how}."
             raise bad_request(message, name)
-    if card is None or late is None:
-        return await _by_cosine(call, body, model, queries, documents)
-    return await _by_matches(call, body, model, card, late, queries, documents)
 
 
-async def _by_matches(
-    call: Call[Any],
-    body: PairRequest,
-    model: ServedModel,
-    card: EmbeddingCard,
-    late: LateInteraction,
-    queries: Places,
-    documents: Places,
-) -> Scored:
-    """Scores pairs by vectors of tokens, of few enough documents at a time to hold them."""
-    asked, tokens, truncated = [], 0, 0
+@dataclass
+class _Embedder:
+    """Embeds the texts of a request to rank, and counts their tokens."""
+
+    call: Call[Any]
+    body: PairRequest
+    model: ServedModel
+    card: EmbeddingCard
+    tokens: int = 0
+    truncated: int = 0
+
+    async def embed(self, texts: Places, side: Side) -> Embedded:
+        """The vectors of queries or documents; errors name the texts as the request does."""
+        most = self.body.max_tokens_per_doc if side == "document" else None
+        request = self._request(texts, side, most)
+        try:
+            done = await self._run(request)
+        except EngineError as error:
+            raise renamed(from_engine(error), list(texts)) from error
+        except ApiError as error:
+            if most is not None and error.param == "truncate_prompt_tokens":
+                raise error.renamed("max_tokens_per_doc") from None
+            raise renamed(error, list(texts)) from None
+        self.tokens += done.tokens
+        self.truncated += done.work.truncated
+        return done
+
+    async def _run(self, request: EmbeddingRequest) -> Embedded:
+        if self.card.late is None:
+            return await embed(self.call, request)
+        return await embed(self.call, request, outputs=("multi_vector",), tasks=("score",))
+
+    def _request(self, texts: Places, side: Side, most: int | None) -> EmbeddingRequest:
+        """What is asked of the embedder; `most` are the tokens that a document is cut to."""
+        body, is_late = self.body, self.card.late is not None
+        prompt, name = (body.prompt, body.prompt_name) if side == "query" else (None, None)
+        has_prompt = prompt is not None or name is not None
+        request = EmbeddingRequest(
+            model=self.model.name,
+            input=list(texts.values()),
+            normalize=None if is_late else True,
+            prompt=prompt,
+            prompt_name=name,
+            input_type=None if has_prompt and not is_late else side,
+            truncate=body.truncate,
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
+            truncation_side=body.truncation_side,
+            priority=body.priority,
+        )
+        if most is not None:
+            limit = limit_of(body, self.model.card, self.call.gateway.settings)
+            request.truncate = None
+            request.truncate_prompt_tokens = min(most, limit.tokens)
+        return request
+
+
+async def _matches(
+    embedder: _Embedder, late: LateInteraction, queries: Places, documents: Places
+) -> Floats:
+    """Scores pairs by vectors of tokens, of few enough texts at a time to hold them.
+
+    One query for all documents is held throughout; others go with their documents.
+    """
+    common = await embedder.embed(queries, "query") if len(queries) == 1 else None
+    longest = late.document_length + (0 if common else late.query_length)
+    size = max(1, MAX_NUMBERS_PER_TOKEN // (embedder.card.dimensions * longest))
     scores = []
-    for part in _parts(queries, MAX_NUMBERS_PER_TOKEN // (card.dimensions * late.query_length)):
-        done = await _vectors(call, body, model, part, is_query=True)
-        asked += done.token_vectors()
-        tokens, truncated = tokens + done.tokens, truncated + done.work.truncated
-    size = MAX_NUMBERS_PER_TOKEN // (card.dimensions * late.document_length)
-    at = 0
-    for part in _parts(documents, size):
-        done = await _vectors(call, body, model, part, is_query=False)
-        own = asked if len(queries) == 1 else asked[at : at + len(part)]
-        scores.append(await call.in_thread(maxsim, own, done.token_vectors(), mean=late.mean))
-        tokens, truncated = tokens + done.tokens, truncated + done.work.truncated
-        at += len(part)
-    found = np.concatenate(scores)
-    return Scored(model.name, found, found, usage_of(tokens, truncated))
+    for at in range(0, len(documents), size):
+        asked = common or await embedder.embed(_part(queries, at, size), "query")
+        found = await embedder.embed(_part(documents, at, size), "document")
+        scores.append(await embedder.call.in_thread(_maxsim, asked, found, mean=late.mean))
+    return np.concatenate(scores)
 
 
-def _parts(texts: Places, size: int) -> list[dict[str, str]]:
-    """Texts in groups of at most `size`, at least one."""
-    items, size = list(texts.items()), max(1, size)
-    return [dict(items[at : at + size]) for at in range(0, len(items), size)]
+def _part(texts: Places, at: int, size: int) -> Places:
+    """At most `size` texts from the one at `at` on."""
+    return dict(islice(texts.items(), at, at + size))
 
 
-async def _by_cosine(
-    call: Call[Any], body: PairRequest, model: ServedModel, queries: Places, documents: Places
-) -> Scored:
+def _maxsim(asked: Embedded, found: Embedded, *, mean: bool) -> Floats:
+    return maxsim(asked.token_vectors(), found.token_vectors(), mean=mean)
+
+
+async def _cosines(embedder: _Embedder, queries: Places, documents: Places) -> Floats:
     """Scores pairs by the cosine of their vectors, with the embedder's prompts for both."""
-    asked = await _vectors(call, body, model, queries, is_query=True)
-    found = await _vectors(call, body, model, documents, is_query=False)
-    cosines = await call.in_thread(_cosines, asked.answer.vectors, found.answer.vectors)
-    truncated = asked.work.truncated + found.work.truncated
-    return Scored(model.name, cosines, cosines, usage_of(asked.tokens + found.tokens, truncated))
+    asked = await embedder.embed(queries, "query")
+    found = await embedder.embed(documents, "document")
+    return await embedder.call.in_thread(_products, asked.answer.vectors, found.answer.vectors)
 
 
-def _cosines(asked: npt.NDArray[Any], found: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+def _products(asked: npt.NDArray[Any], found: npt.NDArray[Any]) -> Floats:
     """The cosines of unit vectors: queries [N, D], or one for all [1, D], and documents [N, D]."""
     products = asked.astype(np.float64) * found.astype(np.float64)
-    cosines: npt.NDArray[np.float64] = np.clip(products.sum(axis=1), -1, 1)
+    cosines: Floats = np.clip(products.sum(axis=1), -1, 1)
     return cosines
-
-
-async def _vectors(
-    call: Call[Any], body: PairRequest, model: ServedModel, texts: Places, *, is_query: bool
-) -> Embedded:
-    """Embeds the queries or the documents; errors name the texts as the request does."""
-    late = model.card.embedding.late if model.card.embedding else None
-    asks = is_query and (body.prompt is not None or body.prompt_name is not None) and late is None
-    request = EmbeddingRequest(
-        model=model.name,
-        input=list(texts.values()),
-        normalize=True if late is None else None,
-        prompt=body.prompt if is_query else None,
-        prompt_name=body.prompt_name if is_query else None,
-        input_type=None if asks else ("query" if is_query else "document"),
-        truncate=body.truncate,
-        truncate_prompt_tokens=body.truncate_prompt_tokens,
-        truncation_side=body.truncation_side,
-        priority=body.priority,
-    )
-    if not is_query and body.max_tokens_per_doc is not None:
-        limit = limit_of(body, model.card, call.gateway.settings)
-        request.truncate = None
-        request.truncate_prompt_tokens = min(body.max_tokens_per_doc, limit.tokens)
-    places = list(texts)
-    cut_by_document = not is_query and body.max_tokens_per_doc is not None
-    try:
-        if late is None:
-            return await embed(call, request)
-        return await embed(call, request, outputs=("multi_vector",), tasks=("score",))
-    except EngineError as error:
-        raise renamed(from_engine(error), places) from error
-    except ApiError as error:
-        if cut_by_document and error.param == "truncate_prompt_tokens":
-            raise error.renamed("max_tokens_per_doc") from None
-        raise renamed(error, places) from None
 
 
 def renamed(error: ApiError, places: list[str]) -> ApiError:
