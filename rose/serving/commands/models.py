@@ -26,4 +26,7 @@ def models(
     typer.echo(f"{'architecture':{width}}  tasks")
     for name, can in tasks.items():
         typer.echo(f"{name:{width}}  {', '.join(can)}")
-    typer.echo("Each can also be the backbone of a late-interaction model (ColBERT): embed, score.")
+    typer.echo(
+        "Each can also be the backbone of a late-interaction model (ColBERT): embed, score; "
+        "Qwen3-Next and Qwen3.5 only where queries attend to the tokens that expand them."
+    )
