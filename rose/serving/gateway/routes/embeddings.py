@@ -28,7 +28,7 @@ from rose.serving.gateway.tokenization import Ids
 
 # Fewer numbers than this are written out at once: a thread would cost more than it saves.
 ENCODE_IN_THREAD_NUMBERS = 1 << 16
-CHECK_IN_THREAD_NUMBERS = 1 << 20  # likewise, to look for NaN: it takes half a millisecond
+CHECK_IN_THREAD_NUMBERS = 1 << 20  # and than this, looked through for NaN
 MAX_NUMBERS_SPARSE = 1 << 24  # of vectors as wide as the vocabulary, on their way: 64 MB
 MAX_NUMBERS_PER_TOKEN = 1 << 23  # of an answer with a vector for each token: about 100 MB of JSON
 
