@@ -359,7 +359,6 @@ def _embedding_card(
     return EmbeddingCard(
         dimensions=recipe.dimensions(plan.config.hidden_size),
         hidden_size=plan.config.hidden_size,
-        hidden_size=plan.config.hidden_size,
         normalize=recipe.normalize,
         pooling="+".join(recipe.pooling.modes),
         matryoshka=recipe.matryoshka,
