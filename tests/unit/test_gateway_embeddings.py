@@ -3,6 +3,7 @@
 import base64
 import json
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose.serving.client_api import EngineError
+from rose.serving.gateway.embedding_input import prepare
 from tests.unit.gateway_stub import Http, StubClient, card, error_of, tokenizer_json, vector
 
 CLS, SEP, A, RED, KITE = 2, 3, 5, 6, 7
@@ -601,3 +603,29 @@ def test_fuzzed_fields_are_never_a_fault_of_ours(body, text):
 def test_fuzzed_bytes_are_never_a_fault_of_ours(raw):
     for path in ("/v1/embeddings", "/tokenize", "/detokenize"):
         assert Http().post(path, raw).status_code == 400
+
+
+# Where the work is done
+
+
+@pytest.mark.parametrize(
+    ("body", "in_thread"),
+    [
+        ({"input": "a red kite"}, False),
+        ({"input": [A, RED]}, True),
+        ({"input": ["a"] * 2}, True),
+        ({"input": "a " * 600}, True),
+        ({"input": "a", "prompt": "red " * 300}, True),
+        ({"messages": [{"role": "user", "content": "a"}]}, True),
+    ],
+)
+def test_one_short_text_alone_is_tokenised_on_the_event_loop(http, monkeypatch, body, in_thread):
+    threads = []
+
+    def noted(*arguments):
+        threads.append(threading.current_thread().name)
+        return prepare(*arguments)
+
+    monkeypatch.setattr("rose.serving.gateway.routes.embeddings.prepare", noted)
+    http.post("/v1/embeddings", {"truncate": True, **body})
+    assert [name.startswith("rose-text") for name in threads] == [in_thread]

@@ -11,9 +11,8 @@ from rose.serving.gateway.errors import ApiError, bad_request
 _JSON_TYPE = re.compile(r"application/(?:[\w.+-]+\+)?json", re.IGNORECASE)
 
 
-# A thread costs more than it saves where fewer bytes than these are parsed, or made into tokens.
+# Smaller bodies are parsed at once: a thread would cost more than it saves.
 LARGE_BYTES = 256 << 10
-SMALL_BYTES = 1 << 10
 
 
 def check_content_type(request: Request) -> None:

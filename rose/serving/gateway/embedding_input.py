@@ -19,6 +19,7 @@ from rose.serving.gateway.templates import TemplateError
 from rose.serving.gateway.tokenization import GROUP_CHARS, Ids, Tokenizer
 from rose.serving.gateway.truncation import Limit, limit_of
 
+SHORT_CHARS = 1024
 _UNSUPPORTED = (
     *("chat_template", "late_chunking", "return_multivector", "embedding_types"),
     *("output_dimension", "embedding_type", "pooling", "pooling_type"),
@@ -72,10 +73,17 @@ def options_of(
     )
 
 
+def is_short(body: EmbeddingRequest, card: EmbeddingCard) -> bool:
+    """Whether a request is one text that is tokenised before a thread for it would be awake."""
+    if card.chat is not None or card.late is not None or not isinstance(body.input, str):
+        return False
+    return len(body.input) + len(choose_prompt(body, card)) <= SHORT_CHARS
+
+
 def prepare(
     body: EmbeddingRequest, card: ModelCard, tokenizer: Tokenizer, settings: GatewaySettings
 ) -> Prepared:
-    """Turns the request's texts into ids. CPU work: call it off the event loop.
+    """Turns the request's texts into ids. CPU work: call it off the event loop, unless it is short.
 
     Raises:
         ApiError: 400, naming the text at fault.

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rose.serving.client_api import EngineError
-from rose.serving.gateway.body import LARGE_BYTES, SMALL_BYTES, check_content_type, read_body
+from rose.serving.gateway.body import LARGE_BYTES, check_content_type, read_body
 from rose.serving.gateway.errors import ApiError, bad_request, from_engine
 from rose.serving.gateway.gateway import Gateway
 from rose.serving.gateway.json_guard import decode
@@ -75,12 +75,6 @@ class Call(Generic[BodyT]):
         pool = self.gateway.heavy_pool if is_large else self.gateway.pool
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(pool, partial(work, *args, **kwargs))
-
-    async def tokenize(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs work on the texts of the body: off the event loop, unless they are short."""
-        if self.size <= SMALL_BYTES:
-            return work(*args, **kwargs)
-        return await self.in_thread(work, *args, **kwargs)
 
     def time_left_s(self) -> float | None:
         """Seconds until the request's deadline; None if it has none."""

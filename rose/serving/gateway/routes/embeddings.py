@@ -10,7 +10,13 @@ from starlette.responses import Response
 
 from rose.models.card import EmbeddingCard, RowOutput, Task
 from rose.serving.client_api import EmbedAnswer
-from rose.serving.gateway.embedding_input import Prepared, check_supported, options_of, prepare
+from rose.serving.gateway.embedding_input import (
+    Prepared,
+    check_supported,
+    is_short,
+    options_of,
+    prepare,
+)
 from rose.serving.gateway.embedding_output import Vectors, check_finite, encode_answer
 from rose.serving.gateway.errors import bad_request
 from rose.serving.gateway.models import ServedModel
@@ -157,7 +163,7 @@ async def embed(
     if "text" in outputs:
         _check_output(card, sparse=sparse)
     options = options_of(body, card, call.gateway.settings)
-    work = await _tokenized(call, body, model)
+    work = await _tokenized(call, body, model, card)
     _check_sizes(work.ids, outputs, card, sparse=sparse)
     answer = await model.client.embed(
         work.ids,
@@ -178,11 +184,15 @@ async def embed(
     return done
 
 
-async def _tokenized(call: Call[Any], body: EmbeddingRequest, model: ServedModel) -> Prepared:
+async def _tokenized(
+    call: Call[Any], body: EmbeddingRequest, model: ServedModel, card: EmbeddingCard
+) -> Prepared:
     gateway = call.gateway
     tokenizer = await model.tokenizer(gateway.pool)
     started = time.perf_counter()
-    work = await call.tokenize(prepare, body, model.card, tokenizer, gateway.settings)
+    arguments = (body, model.card, tokenizer, gateway.settings)
+    short = is_short(body, card)
+    work = prepare(*arguments) if short else await call.in_thread(prepare, *arguments)
     gateway.metrics.tokenized(model.name, started)
     return work
 

@@ -51,7 +51,7 @@ async def score_pairs(
     rules = _rules(body, card, call.gateway.settings)
     tokenizer = await model.tokenizer(call.gateway.pool)
     started = time.perf_counter()
-    work = await call.tokenize(prepare_pairs, card, tokenizer, rules, queries, documents)
+    work = await call.in_thread(prepare_pairs, card, tokenizer, rules, queries, documents)
     call.gateway.metrics.tokenized(model.name, started)
     answer = await run(call, body, model, work, list(documents))
     raw = answer.scores[:, 0].astype(np.float64)
