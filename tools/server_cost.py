@@ -27,8 +27,7 @@ from tools.report import MODELS, Report, add_output_options, cores
 from tools.server import serve
 from tools.texts import cosines, near_one, skewed_lengths, text_of_tokens
 
-LENGTHS = (16, 128)
-SINGLES = {16: 100, 128: 30}  # requests of a turn
+SINGLES = {16: 100, 128: 30}  # length of a text -> requests of a turn
 MAX_LEN = 512
 
 
@@ -175,7 +174,7 @@ def main() -> int:
                 rng, tokens, lambda text: engine.encode(text, truncate=True).tokens
             )
 
-        for tokens in LENGTHS:
+        for tokens in SINGLES:
             compare_singles(report, engine, port, text_of(tokens), tokens, options.turns)
         texts = [text_of(tokens) for tokens in skewed_lengths(options.texts, 0)]
         loads = [

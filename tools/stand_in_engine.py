@@ -30,10 +30,10 @@ class InstantRuntime:
         self._vector_D = torch.randn(dimensions, generator=generator)
         self._worker = worker
 
-    def step(self, batch: EmbedBatch) -> LazyTensor[torch.Tensor]:
+    def step_all(self, batch: EmbedBatch) -> LazyTensor[tuple[torch.Tensor, ...]]:
         """Answer a batch."""
         rows_BD = self._vector_D.expand(len(batch.lengths), -1)
-        return self._worker.submit(lambda: rows_BD)
+        return self._worker.submit(lambda: (rows_BD,))
 
 
 def main(model: str, address: str) -> None:

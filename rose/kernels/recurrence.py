@@ -15,6 +15,7 @@ heads, H value heads, K channels of a key, V channels of a value.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, zip_longest
 from typing import NamedTuple
 
@@ -216,24 +217,30 @@ class _Slots:
     """Where some segments have their states."""
 
     def __init__(self, segments: Sequence[_Segment], device: torch.device) -> None:
-        def put(values: list[int] | list[bool]) -> Tensor:
-            return torch.tensor(values).to(device, non_blocking=True)
-
+        self._device = device
         is_new = [segment.is_new for segment in segments]
         copies = [(i, s.copy) for i, s in enumerate(segments) if s.copy is not None]
         self._count = len(segments)
         self._all_new = all(is_new)
-        self._row_N = put([segment.row for segment in segments])
-        self._is_new_N = put(is_new) if any(is_new) and not self._all_new else None
+        self._rows = [segment.row for segment in segments]
+        self._is_new_N = self._put(is_new) if any(is_new) and not self._all_new else None
         self._copies: tuple[Tensor, Tensor] | None = None  # which [M], to which rows [M]
         if copies:
-            self._copies = put([i for i, _ in copies]), put([row for _, row in copies])
+            self._copies = self._put([i for i, _ in copies]), self._put([row for _, row in copies])
+
+    @cached_property
+    def _row_index(self) -> Tensor:
+        """int64 [N]; made when a pool is used, which without stored states never happens."""
+        return self._put(self._rows)
+
+    def _put(self, values: list[int] | list[bool]) -> Tensor:
+        return torch.tensor(values).to(self._device, non_blocking=True)
 
     def read(self, pool: Tensor | None, like: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Return the segments' states, each of `shape`, in memory of their own."""
         if pool is None or self._all_new:
             return like.new_zeros(self._count, *shape)
-        found = pool.index_select(0, self._row_N)
+        found = pool.index_select(0, self._row_index)
         if self._is_new_N is None:
             return found
         # Chosen, not multiplied by 0: what another sequence left there may be NaN.
@@ -241,7 +248,7 @@ class _Slots:
 
     def write(self, pool: Tensor, states: Tensor) -> None:
         """Store the segments' states, and copies where they are kept."""
-        pool.index_copy_(0, self._row_N, states)
+        pool.index_copy_(0, self._row_index, states)
         if self._copies is not None:
             which_M, row_M = self._copies
             pool.index_copy_(0, row_M, states.index_select(0, which_M))

@@ -177,9 +177,7 @@ class EmbedService:
             self.steps += 1
             self.tokens += len(batch.ids)
             assert self._runtime is not None
-            single = len(batch.outputs) == 1
-            step = self._runtime.step if single else self._runtime.step_all
-            lazy: LazyTensor[Any] = step(batch)
+            lazy = self._runtime.step_all(batch)
             lazy.add_done_callback(on_done)
             self._running.append((slices, lazy))
 
@@ -195,7 +193,7 @@ class EmbedService:
 
     def _finish_step(self, slices: list[JobSlice], lazy: LazyTensor[Any]) -> None:
         try:
-            result = lazy.result()
+            rows = [part.numpy() for part in lazy.result()]
         except Exception as error:  # the batch's own; the next one goes on
             if is_lasting(error):
                 raise
@@ -203,7 +201,6 @@ class EmbedService:
             self._step_failed(slices, error)
             return
         outputs = slices[0].job.outputs
-        rows = [part.numpy() for part in (result if isinstance(result, tuple) else (result,))]
         starts = [0] * len(rows)
         for piece in slices:
             places = [piece.rows(output) for output in outputs]
