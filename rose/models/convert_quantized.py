@@ -73,7 +73,9 @@ def convert_quantized(
         core = unfinished / plan.core.path.relative_to(plan.folder.path)
         _note_in_config(core / CONFIG_FILE, quantization, compared=compares)
         tensors = _round(plan, quantization, progress)
-        save_file(tensors, core / "model.safetensors", metadata={"format": "pt"})
+        weights = core / "model.safetensors"
+        save_file(tensors, weights, metadata={"format": "pt"})
+        shutil.copymode(core / CONFIG_FILE, weights)  # safetensors gives it to this user alone
         unfinished.rename(out)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -365,7 +365,8 @@ class EngineServer:
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
-            if identity in self._clients:
+            client = self._clients.get(identity)
+            if client is not None and client.requests:
                 why = "is gone" if error.errno == zmq.EHOSTUNREACH else "does not read"
                 log.info("a client %s: its work is dropped", why)
             self._drop(identity)

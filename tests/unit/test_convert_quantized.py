@@ -1,6 +1,7 @@
 """`rose convert --quantization`: a folder that loads again and answers as the option does."""
 
 import json
+import stat
 
 import numpy as np
 import pytest
@@ -95,6 +96,13 @@ def test_every_matrix_is_rounded_and_nothing_else(tmp_path, tied):
         else:
             assert torch.equal(after[name], tensor)
     assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+
+
+def test_whoever_may_read_the_config_may_read_the_weights(tmp_path):
+    source = tiny.save_decoder(tmp_path / "plain", "llama")
+    (source / "config.json").chmod(0o644)
+    out = convert(source, tmp_path / "out", "int8")
+    assert stat.S_IMODE((out / "model.safetensors").stat().st_mode) == 0o644
 
 
 def test_odd_matrices_stay_as_they_are():
