@@ -136,6 +136,10 @@ Span visible(const RoseAttention& spec, int64_t position, int64_t keys) {
           position + spec.right >= keys ? keys : position + spec.right + 1};
 }
 
+// Scores are logarithms to base 2, so that a power of two makes a weight of each. What changes them,
+// changes natural ones.
+bool are_changed(const RoseAttention& spec) { return spec.soft_cap > 0.0f || spec.bias; }
+
 // Caps a row of scores, adds the bias, and hides what the query does not see; returns the largest.
 // `scores` and `bias` hold `count` keys from `begin` on, both multiples of kWidth.
 Vec mask(float* scores, int64_t begin, int64_t count, Span seen, const RoseAttention& spec,
@@ -143,7 +147,7 @@ Vec mask(float* scores, int64_t begin, int64_t count, Span seen, const RoseAtten
   Vec most = splat(-INFINITY);
   VecInt key;
   for (int i = 0; i < kLanes; ++i) key[i] = static_cast<int32_t>(begin) + i;
-  if (spec.soft_cap == 0.0f && !bias && seen.begin <= begin && seen.end >= begin + count) {
+  if (!are_changed(spec) && seen.begin <= begin && seen.end >= begin + count) {
     for (int64_t i = 0; i < count; i += kLanes) most = vmax(load(scores + i), most);
     return most;
   }
@@ -153,6 +157,7 @@ Vec mask(float* scores, int64_t begin, int64_t count, Span seen, const RoseAtten
     if (spec.soft_cap > 0.0f)  // tanh x is 2 sigmoid(2 x) - 1
       s = spec.soft_cap * (2.0f * sigmoid(s * (2.0f / spec.soft_cap)) - 1.0f);
     if (bias) s += load(bias + i);
+    if (are_changed(spec)) s *= kLog2e;
     s = (key >= from) & (key < to) ? s : splat(-INFINITY);
     store(scores + i, s);
     most = vmax(s, most);
@@ -161,10 +166,10 @@ Vec mask(float* scores, int64_t begin, int64_t count, Span seen, const RoseAtten
 }
 
 // Turns a row of scores into weights that are yet to be divided by their sum, which is returned.
-Vec exponentials(float* scores, int64_t count, float largest) {
+Vec powers(float* scores, int64_t count, float largest) {
   Vec sums = {};
   for (int64_t i = 0; i < count; i += kLanes) {
-    const Vec weight = exp_of_negative(load(scores + i) - largest);
+    const Vec weight = power_of_two(load(scores + i) - largest);
     store(scores + i, weight);
     sums += weight;
   }
@@ -190,8 +195,8 @@ void weigh_values(const Rows& values, int64_t begin, int64_t end, int64_t dim, i
     }
     prefetch(values, key + count, end, floats);
     for (int64_t c = 0; c < columns; c += kWidth)
-      kMultiply<Floats>[rows - 1](weights + key - begin, ldw, {from + c, stride}, count, sums + c,
-                                  columns, true);
+      kMultiply<Floats>[rows - 1](weights + key - begin, ldw, {from + c, stride}, count,
+                                  {sums + c, columns}, sums + c, columns);
     key += count;
   }
 }
@@ -250,7 +255,7 @@ class Head {
     load_queries(row, rows);
     for (int64_t key = 0; key < width; key += kWidth)
       kMultiply<Floats>[rows - 1](queries_, dim, {panels_ + (begin - panels_begin + key) * dim}, dim,
-                                  scores_ + key, width_, false);
+                                  {}, scores_ + key, width_);
     Vec folded[kRows];  // step by step over all rows: the steps of one row wait for each other
     for (int r = 0; r < rows; ++r) {
       const int64_t at = position(row + r);
@@ -259,7 +264,7 @@ class Head {
       folded[r] = mask(scores_ + r * width_, begin, width, visible(spec_, at, keys_), spec_, bias);
     }
     for (int r = 0; r < rows; ++r)
-      folded[r] = exponentials(scores_ + r * width_, width, largest(folded[r]));
+      folded[r] = powers(scores_ + r * width_, width, largest(folded[r]));
     std::fill(sums_, sums_ + rows * columns_, 0.0f);
     weigh_values(call_.rows(call_.v, call_.ldv, task_.sequence, kv_head_), begin, end, dim, wanted_,
                  scores_, width_, rows, sums_, columns_, scratch_);
@@ -273,9 +278,10 @@ class Head {
 
   void load_queries(int64_t row, int rows) {
     const int64_t dim = spec_.head_dim;
+    const float scale = are_changed(spec_) ? spec_.scale : spec_.scale * kLog2e;
     for (int r = 0; r < rows; ++r) {
       const float* from = call_.q + (start_ + query(row + r)) * call_.ldq + head(row + r) * dim;
-      for (int64_t d = 0; d < dim; ++d) queries_[r * dim + d] = from[d] * spec_.scale;
+      for (int64_t d = 0; d < dim; ++d) queries_[r * dim + d] = from[d] * scale;
     }
   }
 };

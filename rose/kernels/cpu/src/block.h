@@ -71,32 +71,54 @@ struct Halves {
   }
 };
 
-// y[r][c] = sum over k of x[r][k] w[k][c] for R rows and kWidth columns; with `add`, added to y. Every
-// sum is one chain of fused multiply-adds over k in order, so its bits do not depend on R, nor on
-// where a caller that adds has cut the chain.
+// What sums start from: rows of kWidth floats, one row for all where `stride` is 0, or zeros where `at`
+// is null.
+struct Start {
+  const float* at = nullptr;
+  int64_t stride = 0;
+};
+
+// y[r][c] = start[r][c] + sum over k of x[r][k] w[k][c] for R rows and kWidth columns. Every sum is one
+// chain of fused multiply-adds over k in order, so its bits do not depend on R, nor on where a caller
+// that goes on from `y` has cut the chain.
+//
+// Compilers must see that the sums live in registers, hence the unrolling, and must not keep a
+// pointer for each row: they are more than the registers that are left.
 template <int R, class Columns>
-void multiply(const float* x, int64_t ldx, Columns columns, int64_t inputs, float* y, int64_t ldy,
-              bool add) {
+void multiply(const float* x, int64_t ldx, Columns columns, int64_t inputs, Start start, float* y,
+              int64_t ldy) {
+  constexpr int kShare = 3;  // rows that share a pointer: at 0, 1 and 2 strides from it
+  const float* shared[(R + kShare - 1) / kShare];
+#pragma GCC unroll 16
+  for (int i = 0; i * kShare < R; ++i) {
+    shared[i] = x + i * kShare * ldx;
+    asm("" : "+r"(shared[i]));  // not to be derived from another one
+  }
   Vec sums[R][kVecs] = {};
-  if (add)
+  if (start.at) {
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
-      for (int v = 0; v < kVecs; ++v) sums[r][v] = load(y + r * ldy + v * kLanes);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVecs; ++v) sums[r][v] = load(start.at + r * start.stride + v * kLanes);
+  }
   for (int64_t k = 0; k < inputs; ++k) {
     Vec column[kVecs];
     columns.next(k, column);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const Vec value = splat(x[r * ldx + k]);
+      const Vec value = splat(shared[r / kShare][r % kShare * ldx + k]);
 #pragma GCC unroll 4
       for (int v = 0; v < kVecs; ++v) sums[r][v] = value * column[v] + sums[r][v];
     }
   }
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
     for (int v = 0; v < kVecs; ++v) store(y + r * ldy + v * kLanes, sums[r][v]);
 }
 
 template <class Columns>
-using Multiply = void (*)(const float*, int64_t, Columns, int64_t, float*, int64_t, bool);
+using Multiply = void (*)(const float*, int64_t, Columns, int64_t, Start, float*, int64_t);
 
 template <class Columns, int... R>
 constexpr std::array<Multiply<Columns>, sizeof...(R)> multiply_table(

@@ -31,12 +31,19 @@ inline Vec exp(Vec x) {
          (Vec)((second + 127) << 23);
 }
 
-// e^x for x of at most 0, with 0 below e^-87.
-inline Vec exp_of_negative(Vec x) {
-  const Vec shifted = x * kLog2e + kRounder;
-  const Vec power = (Vec)(((VecInt)shifted << 23) + 0x3F800000);
-  const Vec result = exp_of_rest(x, shifted - kRounder) * power;
-  return x < -87.0f ? Vec{} : result;
+// 2^x for x of at most 0, with 0 below 2^-125. The polynomial is fitted on half around 0 to a relative
+// error of 2e-9, with 1 at 0; in float the error is below 1e-7.
+inline Vec power_of_two(Vec x) {
+  const Vec shifted = x + kRounder;
+  const Vec r = x - (shifted - kRounder);
+  Vec p = r * splat(0.00015353362f) + 0.00133988739f;
+  p = p * r + 0.00961843692f;
+  p = p * r + 0.0555033237f;
+  p = p * r + 0.240226477f;
+  p = p * r + 0.693147182f;
+  p = p * r + 1.0f;
+  const Vec result = (Vec)((VecInt)p + ((VecInt)shifted << 23));
+  return x < -125.0f ? Vec{} : result;
 }
 
 // erf(x) = x P(x^2) / Q(x^2) up to 3.92, beyond which it is 1 in float. P and Q are a least-squares fit

@@ -30,19 +30,15 @@ struct Job {
   int64_t ldy;
 };
 
-// Adds the bias to some rows of a panel's sums, applies the activation, and stores what are real outputs.
+// Applies the activation to some rows of a panel's sums, and stores what are real outputs.
 void finish(const Job& job, int64_t panel, const float (*sums)[kWidth], int rows, float* y) {
   const RoseLinear& w = job.linear;
   const int vecs = w.gated ? kVecs / 2 : kVecs;
-  const int64_t first = panel * vecs * kLanes;
-  Vec bias[kVecs] = {};
-  if (w.bias)
-    for (int v = 0; v < kVecs; ++v) bias[v] = load(w.bias + panel * kWidth + v * kLanes);
   for (int r = 0; r < rows; ++r)
     for (int v = 0; v < vecs; ++v) {
-      Vec out = activate(load(sums[r] + v * kLanes) + bias[v], w.activation);
-      if (w.gated) out = out * (load(sums[r] + (v + vecs) * kLanes) + bias[v + vecs]);
-      const int64_t column = first + v * kLanes, left = w.outputs - column;
+      Vec out = activate(load(sums[r] + v * kLanes), w.activation);
+      if (w.gated) out = out * load(sums[r] + (v + vecs) * kLanes);
+      const int64_t column = (panel * vecs + v) * kLanes, left = w.outputs - column;
       if (left >= kLanes) store(y + r * job.ldy + column, out);
       else if (left > 0) store_some(y + r * job.ldy + column, out, left);
     }
@@ -83,22 +79,34 @@ void with_kind(const RoseLinear& w, Use use) {
   else use(Bytes{});
 }
 
-// A block of rows times a panel. `coded` is x where weights are quantised.
-void block(const Job& job, const Coded& coded, int64_t panel, int64_t row, int64_t rows) {
+// A block of rows times a panel: [rows][stride] in `sums`. `coded` is x where weights are quantised.
+void multiply_block(const Job& job, const Coded& coded, int64_t panel, int64_t row, int64_t rows,
+                    float* sums, int64_t stride) {
   const RoseLinear& w = job.linear;
-  alignas(64) float sums[kRows][kWidth];
+  const float* bias = w.bias ? w.bias + panel * kWidth : nullptr;
   if (is_quantized(w)) {
     with_kind(w, [&](auto kind) {
       kMultiplyCodes<decltype(kind)>[rows - 1](coded, row, panel_at(w, panel),
-                                               facts_at(w, panel, 0), sums[0]);
+                                               facts_at(w, panel, 0), bias, sums, stride);
     });
   } else {
     with_columns(w, panel, [&](auto columns) {
       kMultiply<decltype(columns)>[rows - 1](job.x + row * job.ldx, job.ldx, columns, w.inputs,
-                                             sums[0], kWidth, false);
+                                             {bias}, sums, stride);
     });
   }
-  finish(job, panel, sums, static_cast<int>(rows), job.y + row * job.ldy);
+}
+
+void block(const Job& job, const Coded& coded, int64_t panel, int64_t row, int64_t rows) {
+  const RoseLinear& w = job.linear;
+  float* y = job.y + row * job.ldy;
+  if (w.activation == kIdentity && !w.gated && (panel + 1) * kWidth <= w.outputs) {
+    multiply_block(job, coded, panel, row, rows, y + panel * kWidth, job.ldy);
+    return;
+  }
+  alignas(64) float sums[kRows][kWidth];
+  multiply_block(job, coded, panel, row, rows, sums[0], kWidth);
+  finish(job, panel, sums, static_cast<int>(rows), y);
 }
 
 int64_t num_panels(const RoseLinear& w) {

@@ -209,12 +209,13 @@ inline void sum_group(const Code* codes, int64_t stride, const uint8_t* weights,
   }
 }
 
-// y[r][c] = sum over k of x[r][k] w[k][c] for R rows from `row` on and the columns of a panel.
+// y[r][c] = bias[c] + sum over k of x[r][k] w[k][c] for R rows from `row` on and the columns of a panel.
 template <int R, class Kind>
 void multiply_codes(const Coded& x, int64_t row, const uint8_t* weights, const uint16_t* scales,
-                    float* y) {
+                    const float* bias, float* y, int64_t ldy) {
   const int64_t stride = x.groups * kGroup;
-  for (int i = 0; i < R * kVecs; ++i) store(y + i * kLanes, Vec{});
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < kVecs; ++v) store(y + r * ldy + v * kLanes, bias ? load(bias + v * kLanes) : Vec{});
   for (int64_t g = 0; g < x.groups; ++g) {
     VecInt sums[R + 1][kVecs];
     sum_group<R, Kind>(x.codes + row * stride + g * kGroup, stride, weights + g * kGroupBytes<Kind>,
@@ -235,7 +236,7 @@ void multiply_codes(const Coded& x, int64_t row, const uint8_t* weights, const u
       const Vec x_scale = splat(x.scales[at]), offset = splat(x.offsets[at]);
 #pragma GCC unroll 4
       for (int v = 0; v < kVecs; ++v) {
-        float* out = y + r * kWidth + v * kLanes;
+        float* out = y + r * ldy + v * kLanes;
         const Vec product = __builtin_convertvector(sums[r][v], Vec);
         if constexpr (Kind::kSigned) {
           const Vec before = other[v] * offset + load(out);
@@ -250,7 +251,8 @@ void multiply_codes(const Coded& x, int64_t row, const uint8_t* weights, const u
 }
 
 template <class Kind>
-using MultiplyCodes = void (*)(const Coded&, int64_t, const uint8_t*, const uint16_t*, float*);
+using MultiplyCodes = void (*)(const Coded&, int64_t, const uint8_t*, const uint16_t*,
+                               const float*, float*, int64_t);
 
 template <class Kind, int... R>
 constexpr std::array<MultiplyCodes<Kind>, sizeof...(R)> multiply_codes_table(
