@@ -25,6 +25,7 @@ _EXPECTED = (
     "pytorch_model.bin) and tokenizer.json"
 )
 _MOST = 2**31 - 1  # what positions and ids, which are int32, can count
+_MOST_FLOAT = 2**1023  # whole numbers below are floats
 _JSON_NAMES: dict[type, str] = {
     bool: "true or false",
     int: "an integer",
@@ -210,6 +211,17 @@ class ConfigReader:
             self.record(key, checked, self.source(key))
         return checked
 
+    def epsilon(self, key: str, default: float) -> float:
+        """Return a number that keeps a norm from dividing by zero.
+
+        Raises:
+            CheckpointError: the value is not one, or makes the root of a negative number.
+        """
+        value = self.get(key, default, float)
+        if value < 0:
+            raise CheckpointError(f"{self.where(key)}: must be at least 0, found {value}")
+        return value
+
     def size(self, key: str, default: int) -> int:
         """Return a positive integer.
 
@@ -243,7 +255,7 @@ class ConfigReader:
 def _check(value: object, kind: type[T], where: str) -> T:
     """Return `value` if it is of `kind`; an integer is a number, true is neither."""
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        value = float(value) if abs(value) < _MOST_FLOAT else math.inf
     fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
     if not fits or (isinstance(value, float) and not math.isfinite(value)):
         expected = _JSON_NAMES.get(kind, f"a {kind.__name__}")

@@ -152,7 +152,7 @@ def read_decoder_config(family: Family, reader: ConfigReader) -> DecoderConfig:
         head_dim=head_dim,
         intermediate_size=reader.size("intermediate_size", family.intermediate_size),
         activation=reader.get(family.activation_key, family.activation, str),
-        norm_eps=reader.get("rms_norm_eps", family.norm_eps, float),
+        norm_eps=reader.epsilon("rms_norm_eps", family.norm_eps),
         max_positions=positions,
         qkv_bias=bias,
         output_bias=bias and family.attention_bias is None,

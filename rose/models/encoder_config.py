@@ -91,7 +91,7 @@ def read_encoder_config(
         head_dim=head_size(reader, hidden, heads),
         intermediate_size=reader.size("intermediate_size", 3072),
         activation=reader.get("hidden_act", activation, str),
-        norm_eps=reader.get("layer_norm_eps", 1e-12, float),
+        norm_eps=reader.epsilon("layer_norm_eps", 1e-12),
         type_vocab_size=reader.size("type_vocab_size", type_vocab_size) if type_vocab_size else 0,
         max_positions=stated,
         stated_positions=stated,

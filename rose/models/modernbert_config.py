@@ -68,7 +68,7 @@ def read_modernbert_config(reader: ConfigReader) -> ModernBertConfig:
         head_dim=head_dim,
         intermediate_size=reader.size("intermediate_size", 1152),
         activation=reader.get("hidden_activation", "gelu", str),
-        norm_eps=reader.get("norm_eps", 1e-5, float),
+        norm_eps=reader.epsilon("norm_eps", 1e-5),
         norm_bias=reader.get("norm_bias", False, bool),
         attention_bias=reader.get("attention_bias", False, bool),
         mlp_bias=reader.get("mlp_bias", False, bool),
@@ -112,7 +112,7 @@ def modernbert_head(reader: ConfigReader) -> ClassifierHead:
         activation=reader.get("classifier_activation", "gelu", str),
         norm="head.norm",
         norm_bias=reader.get("norm_bias", False, bool),
-        norm_eps=reader.get("norm_eps", 1e-5, float),
+        norm_eps=reader.epsilon("norm_eps", 1e-5),
     )
 
 

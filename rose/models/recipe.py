@@ -263,7 +263,7 @@ def read_prompts(folder: CheckpointFolder) -> tuple[dict[str, str], str | None]:
     where = str(folder.path / SENTENCE_CONFIG)
     prompts = _prompts(config, where)
     default = config.get("default_prompt_name")
-    if default is not None and default not in prompts:
+    if default is not None and not (isinstance(default, str) and default in prompts):
         raise CheckpointError(
             f"{where}: default_prompt_name: {default!r} is not among the prompts {sorted(prompts)}"
         )

@@ -152,11 +152,14 @@ def _load_torch(path: Path) -> object:
             warnings.simplefilter("ignore")  # of pickles that are refused right after
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
+        reason = str(error).strip().split("\n")[0]  # the rest advises to load it all the same
         raise CheckpointError(
-            f"{path}: refused, it holds more than tensors and could run code when loaded: {error}"
+            f"{path}: refused, it is damaged, or holds more than tensors and could run code when "
+            f"loaded: {reason}"
         ) from error
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise CheckpointError(f"{path}: not a complete PyTorch file: {error}") from error
+    # What a damaged pickle asks for fails in any way.
+    except Exception as error:
+        raise CheckpointError(f"{path}: not a complete PyTorch file: {error!r}") from error
 
 
 def _is_zip(path: Path) -> bool:

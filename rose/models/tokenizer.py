@@ -84,17 +84,39 @@ def _check_any_text(tokenizer: Tokenizer, folder: CheckpointFolder) -> None:
 
 def _apply_bert_options(tokenizer: Tokenizer, folder: CheckpointFolder) -> None:
     """Let tokenizer_config.json win over tokenizer.json, as BERT's tokenizer class does."""
-    config = folder.json(TOKENIZER_CONFIG) or {}
     kind = _tokenizer_class(folder)
     normalizer = tokenizer.normalizer
     if kind not in _BERT_CLASSES or not isinstance(normalizer, BertNormalizer):
         return
     tokenizer.normalizer = BertNormalizer(
         clean_text=normalizer.clean_text,
-        handle_chinese_chars=config.get("tokenize_chinese_chars", normalizer.handle_chinese_chars),
-        strip_accents=config.get("strip_accents", normalizer.strip_accents),
-        lowercase=config.get("do_lower_case", normalizer.lowercase),
+        handle_chinese_chars=_flag(
+            folder, "tokenize_chinese_chars", default=normalizer.handle_chinese_chars
+        ),
+        strip_accents=_strip_accents(folder, normalizer.strip_accents),
+        lowercase=_flag(folder, "do_lower_case", default=normalizer.lowercase),
     )
+
+
+def _flag(folder: CheckpointFolder, name: str, *, default: bool) -> bool:
+    """An option of BERT's tokenizer; null is as good as absent.
+
+    Raises:
+        CheckpointError: it is neither true nor false.
+    """
+    value = (folder.json(TOKENIZER_CONFIG) or {}).get(name)
+    if value is not None and not isinstance(value, bool):
+        where = f"{folder.path / TOKENIZER_CONFIG}: {name}"
+        raise CheckpointError(f"{where}: true or false is expected, found {value!r}")
+    return default if value is None else value
+
+
+def _strip_accents(folder: CheckpointFolder, default: bool | None) -> bool | None:
+    """The same of accents, which null strips where texts are put into lower case."""
+    config = folder.json(TOKENIZER_CONFIG) or {}
+    if config.get("strip_accents", default) is None:
+        return None
+    return _flag(folder, "strip_accents", default=bool(default))
 
 
 def _add_tokens(tokenizer: Tokenizer, folder: CheckpointFolder) -> None:
@@ -164,7 +186,7 @@ def _build_tokenizer(folder: CheckpointFolder) -> Tokenizer:
             "writes one."
         )
     names = {name: _token(config, name) for name in ("unk", "sep", "pad", "cls", "mask")}
-    vocabulary = WordPiece.read_file(str(folder.path / "vocab.txt"))
+    vocabulary = _read_vocabulary(folder)
     missing = [names[name] for name in ("unk", "cls", "sep") if names[name] not in vocabulary]
     if missing:
         raise CheckpointError(f"{folder.path / 'vocab.txt'}: {missing[0]} is missing")
@@ -172,9 +194,9 @@ def _build_tokenizer(folder: CheckpointFolder) -> Tokenizer:
     tokenizer.add_special_tokens([token for token in names.values() if token in vocabulary])
     tokenizer.normalizer = BertNormalizer(
         clean_text=True,
-        handle_chinese_chars=config.get("tokenize_chinese_chars", True),
-        strip_accents=config.get("strip_accents"),
-        lowercase=config.get("do_lower_case", True),
+        handle_chinese_chars=_flag(folder, "tokenize_chinese_chars", default=True),
+        strip_accents=_strip_accents(folder, None),
+        lowercase=_flag(folder, "do_lower_case", default=True),
     )
     tokenizer.pre_tokenizer = BertPreTokenizer()
     tokenizer.decoder = WordPieceDecoder(prefix="##")
@@ -185,6 +207,15 @@ def _build_tokenizer(folder: CheckpointFolder) -> Tokenizer:
         special_tokens=[(name, tokenizer.token_to_id(name)) for name in (cls, sep)],
     )
     return tokenizer
+
+
+def _read_vocabulary(folder: CheckpointFolder) -> dict[str, int]:
+    try:
+        return WordPiece.read_file(str(folder.path / "vocab.txt"))
+    # The library raises plain Exception.
+    except Exception as error:
+        path = folder.path / "vocab.txt"
+        raise CheckpointError(f"{path}: not a usable vocabulary: {error}") from error
 
 
 def _token(config: dict[str, Any], name: str) -> str:

@@ -47,8 +47,8 @@ class GgufFile:
         """The architecture's own metadata, without the prefix: `{"rope.freq_base": 1e6, ...}`."""
         prefix = self.own("")
         return {
-            key.removeprefix(prefix): field.contents()
-            for key, field in self._fields.items()
+            key.removeprefix(prefix): self._contents(key)
+            for key in self._fields
             if key.startswith(prefix)
         }
 
@@ -57,15 +57,23 @@ class GgufFile:
         return self.require(key, kind) if key in self._fields else default
 
     def require(self, key: str, kind: type[T]) -> T:
-        """The value of `key`, which must be there and of the given type."""
+        """The value of `key`, which must be there and of the given type; numbers are finite."""
         if key not in self._fields:
             raise self.error(f"has no metadata {key!r}")
-        value = self._fields[key].contents()
+        value = self._contents(key)
         if kind is float and type(value) is int:
             value = float(value)
-        if not isinstance(value, kind):
+        is_flag = isinstance(value, bool) and kind in (int, float)  # true is 1 in Python alone
+        is_odd = is_flag or (isinstance(value, float) and not np.isfinite(value))
+        if is_odd or not isinstance(value, kind):
             raise self.error(f"metadata {key!r} should be {kind.__name__}, but is {value!r:.80}")
         return value
+
+    def _contents(self, key: str) -> Any:  # noqa: ANN401 - whatever the file has
+        try:
+            return self._fields[key].contents()
+        except UnicodeDecodeError as e:
+            raise self.error(f"metadata {key!r} is damaged: {e}") from e
 
     def at_least(self, least: int, key: str, default: int | None = None) -> int:
         """The value of `key`, or `default` if there is one: a whole number from `least` on."""

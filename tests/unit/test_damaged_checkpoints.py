@@ -1,0 +1,111 @@
+"""Files of a checkpoint that are damaged, or odd in a way that only shows when they are used."""
+
+import io
+import struct
+
+import pytest
+import torch
+
+from rose.models.config import CheckpointFolder
+from rose.models.errors import CheckpointError
+from rose.models.gguf import convert_gguf
+from rose.models.gguf.reader import GgufFile
+from rose.models.loader import load
+from rose.models.tensors import _load_torch
+from rose.models.tokenizer import read_tokenizer_json
+from tests import tiny
+from tests.unit.gguf_files import write_gguf
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory):
+    return tiny.save_bert(tmp_path_factory.mktemp("bert"))
+
+
+@pytest.fixture
+def folder(origin, tmp_path):
+    return tiny.copy(origin, tmp_path / "model")
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_pytorch_files_that_are_damaged_anywhere_are_named(tmp_path, zipped):
+    """A damaged pickle fails in any way: it takes from an empty list, or calls what is no class."""
+    whole = io.BytesIO()
+    tensors = {"weight": torch.zeros(1, 4), "bias": torch.zeros(1)}
+    torch.save(tensors, whole, _use_new_zipfile_serialization=zipped)
+    data, file = whole.getvalue(), tmp_path / "sparse_linear.pt"
+    reasons = []
+    for at in range(0, len(data), 3):
+        file.write_bytes(data[:at] + bytes([data[at] ^ 0x55]) + data[at + 1 :])
+        try:
+            _load_torch(file)
+        except CheckpointError as error:
+            reasons.append(str(error))
+    assert len(reasons) > 20
+    assert all(reason.startswith(str(file)) for reason in reasons)
+    assert not any("\n" in reason for reason in reasons if "refused" in reason)
+
+
+@pytest.mark.parametrize("value", [["query"], {"query": 1}, 1, "query"])
+def test_a_default_prompt_is_one_of_the_prompts(folder, value):
+    tiny.edit_json(
+        folder / "config_sentence_transformers.json",
+        prompts={"document": "d: "},
+        default_prompt_name=value,
+    )
+    with pytest.raises(CheckpointError, match="default_prompt_name"):
+        load(folder)
+
+
+def test_the_root_of_a_negative_number_is_refused(folder):
+    tiny.edit_json(folder / "config.json", layer_norm_eps=-1e-12)
+    with pytest.raises(CheckpointError, match="layer_norm_eps: must be at least 0, found -1e-12"):
+        load(folder)
+
+
+def test_an_integer_that_is_no_float_is_refused(folder):
+    tiny.edit_json(folder / "config.json", layer_norm_eps=10**400)
+    with pytest.raises(CheckpointError, match="layer_norm_eps: a number is expected"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["do_lower_case", "tokenize_chinese_chars", "strip_accents"])
+@pytest.mark.parametrize("built", [False, True])
+def test_options_of_the_tokenizer_of_bert_are_flags(folder, name, built):
+    if built:  # of a vocabulary
+        (folder / "vocab.txt").write_text("\n".join(tiny.bert_vocabulary()))
+        (folder / "tokenizer.json").unlink()
+    tiny.edit_json(folder / "tokenizer_config.json", tokenizer_class="BertTokenizer")
+    plain = read_tokenizer_json(CheckpointFolder(folder))
+    tiny.edit_json(folder / "tokenizer_config.json", **{name: None})
+    assert read_tokenizer_json(CheckpointFolder(folder)) == plain
+    tiny.edit_json(folder / "tokenizer_config.json", **{name: 1})
+    with pytest.raises(CheckpointError, match=rf"{name}: true or false is expected, found 1"):
+        read_tokenizer_json(CheckpointFolder(folder))
+
+
+def test_a_vocabulary_that_is_no_text_is_named(folder):
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.txt").write_bytes(b"\xff\xfe[UNK]\n[CLS]\n[SEP]\n")
+    with pytest.raises(CheckpointError, match=r"vocab\.txt: not a usable vocabulary"):
+        load(folder)
+
+
+def test_metadata_of_gguf_files_that_is_no_text_is_named(tmp_path):
+    file = tmp_path / "model.gguf"
+    write_gguf(file, "llama")
+    whole = file.read_bytes()
+    name = struct.pack("<Q", 5) + b"llama"
+    assert whole.count(name) > 0
+    file.write_bytes(whole.replace(name, struct.pack("<Q", 5) + b"ll\xffma", 1))
+    with pytest.raises(CheckpointError, match=r"model\.gguf: metadata 'general\.architecture' is"):
+        convert_gguf(file, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("value", [True, float("nan"), float("inf")])
+def test_metadata_of_gguf_files_is_of_finite_numbers(tmp_path, value):
+    key = "llama.rope.freq_base"
+    file = write_gguf(tmp_path / "model.gguf", "llama", settings={key: value})
+    with pytest.raises(CheckpointError, match=rf"'{key}' should be float, but is"):
+        GgufFile(file).require(key, float)
