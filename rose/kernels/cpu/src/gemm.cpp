@@ -149,20 +149,30 @@ Coded encode(const Job& job, int64_t rows, int threads) {
   return coded;
 }
 
+// Where each task begins among the panels, and the end of the last: large ones first, as each reads all
+// of x, and single panels last, so that all threads end at once.
+std::vector<int64_t> task_starts(int64_t panels, int64_t most, int threads) {
+  std::vector<int64_t> starts{0};
+  while (starts.back() < panels) {
+    const int64_t share = (panels - starts.back()) / (4 * threads);
+    starts.push_back(starts.back() + std::clamp<int64_t>(share, 1, most));
+  }
+  return starts;
+}
+
 void run(const Job& job, int64_t rows, int threads) {
   const RoseLinear& w = job.linear;
   const int64_t panels = num_panels(w), bytes = std::max<int64_t>(1, panel_bytes(w));
   const int64_t fitting = std::max<int64_t>(1, kCacheBytes / bytes);
-  const int64_t most = std::min(ceil_div(panels, 8 * threads), fitting);
-  const Blocks tasks(panels, most), blocks(rows, is_quantized(w) ? kCodedRows : kRows);
+  const std::vector<int64_t> starts = task_starts(panels, fitting, threads);
+  const Blocks blocks(rows, is_quantized(w) ? kCodedRows : kRows);
   const double ns_per_fma = is_quantized(w) ? kNsPerFma / 2 : kNsPerFma;
   const double ns = std::max(rows * ns_per_fma * kWidth * w.inputs, kNsPerByte * bytes) * panels;
   const Coded coded = is_quantized(w) ? encode(job, rows, threads) : Coded{};
-  parallel(threads, tasks.count, static_cast<int64_t>(ns), [&](int64_t task) {
+  parallel(threads, starts.size() - 1, static_cast<int64_t>(ns), [&](int64_t task) {
     for (int64_t b = 0; b < blocks.count; ++b) {
       const int64_t row = blocks.start(b), count = blocks.start(b + 1) - row;
-      for (int64_t p = tasks.start(task); p < tasks.start(task + 1); ++p)
-        block(job, coded, p, row, count);
+      for (int64_t p = starts[task]; p < starts[task + 1]; ++p) block(job, coded, p, row, count);
     }
   });
 }
