@@ -131,6 +131,8 @@ class CheckpointFolder:
     def _decode(self, name: str, text: str) -> dict[str, Any] | list[Any]:
         try:
             value = json.loads(text)
+            if "\\u" in text:
+                json.dumps(value, ensure_ascii=False).encode()  # fails on half a surrogate pair
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{self.path / name}: malformed JSON: {error}") from error
         if not isinstance(value, dict | list):

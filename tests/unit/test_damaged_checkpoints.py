@@ -109,3 +109,16 @@ def test_metadata_of_gguf_files_is_of_finite_numbers(tmp_path, value):
     file = write_gguf(tmp_path / "model.gguf", "llama", settings={key: value})
     with pytest.raises(CheckpointError, match=rf"'{key}' should be float, but is"):
         GgufFile(file).require(key, float)
+
+
+@pytest.mark.parametrize("prompts", [{"query": "\ud83d "}, {"\ud83d": "q: "}])
+def test_half_a_character_is_refused_before_it_is_sent(folder, prompts):
+    tiny.edit_json(folder / "config_sentence_transformers.json", prompts=prompts)
+    with pytest.raises(CheckpointError, match=r"transformers\.json: malformed JSON: .*surrogates"):
+        load(folder)
+
+
+def test_whole_characters_may_be_written_in_halves(folder):
+    text = r'{"prompts": {"query": "\ud83e\udd99 "}}'
+    (folder / "config_sentence_transformers.json").write_text(text)
+    assert load(folder).card.embedding.prompts == {"query": "\U0001f999 "}

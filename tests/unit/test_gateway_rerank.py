@@ -604,3 +604,11 @@ def test_the_list_of_models_says_what_a_ranker_is(http):
     assert facts["model_type"] == {
         "reranker": {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     }
+
+
+def test_a_tokenizer_that_turns_pairs_around_is_no_fault_of_the_server():
+    source = json.loads(tokenizer_json())
+    parts = [{"Sequence": {"id": text, "type_id": 0}} for text in "AB"]
+    source["post_processor"] |= {"single": parts[:1], "pair": parts[::-1], "special_tokens": {}}
+    http = serve(ranker(source=json.dumps(source).encode()))
+    assert "does not put two texts together" in error_of(rerank(http))["message"]

@@ -15,7 +15,7 @@ from rose.serving.gateway.chat_texts import render_pair, template_edges
 from rose.serving.gateway.embedding_input import check_known
 from rose.serving.gateway.errors import ApiError, bad_request
 from rose.serving.gateway.templates import TemplateError
-from rose.serving.gateway.tokenization import GROUP_CHARS, Ids, TokenizationError, Tokenizer
+from rose.serving.gateway.tokenization import GROUP_CHARS, Ids, Tokenizer
 from rose.serving.gateway.truncation import Limit
 
 # Each pair of a rendered kind is tokenised with its query: a body of a few kilobytes could ask for
@@ -112,7 +112,8 @@ class _TokenizerPairs:
         self._tokenizer, self._rules, self._segment_ids = tokenizer, rules, segment_ids
         layout = tokenizer.pair_layout
         if layout is None:
-            raise TokenizationError("the tokenizer does not put two texts together in one way")
+            message = "This model's tokenizer does not put two texts together in one way."
+            raise bad_request(message, "model")
         self._layout = layout
 
     def prepare(self, queries: Mapping[str, str], documents: Mapping[str, str]) -> PreparedPairs:

@@ -22,6 +22,7 @@ namespace {
 // Rows of a task, roughly. Each task transposes its keys, so larger ones are better where they are
 // many enough for all threads.
 constexpr int64_t kTaskRows = 96, kLargeTaskRows = 512;
+constexpr int64_t kFewBlocks = 2;  // of rows, for which values are not worth a copy
 constexpr double kNsPerExp = 1.0;
 
 // Queries [first, last) of a sequence with the kv heads [first_head, last_head).
@@ -77,7 +78,7 @@ struct Call {
 
 // A thread's buffers, which only grow.
 struct Scratch {
-  std::vector<float> panels, queries, scores, sums, values;
+  std::vector<float> panels, queries, scores, sums, values, few_values;
 
   static float* of(std::vector<float>& buffer, int64_t floats) {
     if (static_cast<int64_t>(buffer.size()) < floats) buffer.resize(floats);
@@ -176,6 +177,15 @@ Vec powers(float* scores, int64_t count, float largest) {
   return sums;
 }
 
+// Copies rows of `dim` floats to rows of `columns`, filled up with zeros.
+void copy_rows(const float* from, int64_t stride, int64_t count, int64_t dim, float* to,
+               int64_t columns) {
+  for (int64_t i = 0; i < count; ++i, from += stride, to += columns) {
+    std::memcpy(to, from, sizeof(float) * dim);
+    std::fill(to + dim, to + columns, 0.0f);
+  }
+}
+
 // Adds weights times values [begin, end) to the sums [rows][columns], columns a multiple of kWidth.
 void weigh_values(const Rows& values, int64_t begin, int64_t end, int64_t dim, int64_t floats,
                   const float* weights, int64_t ldw, int rows, float* sums, int64_t columns,
@@ -185,11 +195,8 @@ void weigh_values(const Rows& values, int64_t begin, int64_t end, int64_t dim, i
     const float* from = values.at(key);
     if (dim != columns) {  // rows end within a panel
       count = std::min<int64_t>(count, 256);
-      float* copy = Scratch::of(scratch.values, count * columns);
-      for (int64_t i = 0; i < count; ++i) {
-        std::memcpy(copy + i * columns, from + i * stride, sizeof(float) * dim);
-        std::fill(copy + i * columns + dim, copy + (i + 1) * columns, 0.0f);
-      }
+      float* copy = Scratch::of(scratch.few_values, count * columns);
+      copy_rows(from, stride, count, dim, copy, columns);
       from = copy;
       stride = columns;
     }
@@ -227,6 +234,9 @@ class Head {
     pack_keys(call_.rows(call_.k, call_.ldk, task_.sequence, kv_head_), begin, end, dim, wanted_,
               panels_);
     const Blocks blocks((task_.last - task_.first) * call_.group());
+    values_ = call_.rows(call_.v, call_.ldv, task_.sequence, kv_head_);
+    values_dim_ = dim;
+    if (blocks.count > kFewBlocks && (values_.pages || dim != columns_)) pack_values(begin, end);
     for (int64_t b = 0; b < blocks.count; ++b) {
       block(blocks.start(b), static_cast<int>(blocks.start(b + 1) - blocks.start(b)), begin);
       wanted_ = 0;
@@ -238,8 +248,24 @@ class Head {
   const RoseAttention& spec_;
   const Task& task_;
   int64_t kv_head_, keys_, cached_, start_, columns_, wanted_, width_ = 0;
+  Rows values_{};
+  int64_t values_dim_ = 0;  // floats of a row of `values_`
   float *panels_ = nullptr, *queries_ = nullptr, *scores_ = nullptr, *sums_ = nullptr;
   static thread_local Scratch scratch_;
+
+  // Puts values [begin, end) side by side, in rows that are whole panels.
+  void pack_values(int64_t begin, int64_t end) {
+    float* packed = Scratch::of(scratch_.values, (end - begin) * columns_);
+    for (int64_t key = begin; key < end;) {
+      const int64_t count = values_.run(key, end);
+      prefetch(values_, key + count, end, wanted_);
+      copy_rows(values_.at(key), values_.stride, count, spec_.head_dim,
+                packed + (key - begin) * columns_, columns_);
+      key += count;
+    }
+    values_ = {packed - begin * columns_, columns_, nullptr, 0};
+    values_dim_ = columns_;
+  }
 
   static int64_t round_down(int64_t key) { return key / kWidth * kWidth; }
   int64_t query(int64_t row) const { return task_.first + row / call_.group(); }
@@ -266,8 +292,8 @@ class Head {
     for (int r = 0; r < rows; ++r)
       folded[r] = powers(scores_ + r * width_, width, largest(folded[r]));
     std::fill(sums_, sums_ + rows * columns_, 0.0f);
-    weigh_values(call_.rows(call_.v, call_.ldv, task_.sequence, kv_head_), begin, end, dim, wanted_,
-                 scores_, width_, rows, sums_, columns_, scratch_);
+    weigh_values(values_, begin, end, values_dim_, wanted_, scores_, width_, rows, sums_,
+                 columns_, scratch_);
     for (int r = 0; r < rows; ++r) {
       const int64_t token = start_ + query(row + r);
       float* to = call_.out + (token * spec_.num_heads + head(row + r)) * dim;
