@@ -78,22 +78,31 @@ struct Start {
   int64_t stride = 0;
 };
 
+// R rows, of which every three share a pointer: compilers would keep one for each, more than there are
+// registers for.
+template <int R, class T>
+struct RowPointers {
+  const T* shared[(R + 2) / 3];
+  int64_t stride;
+
+  RowPointers(const T* x, int64_t stride) : stride(stride) {
+#pragma GCC unroll 16
+    for (int i = 0; 3 * i < R; ++i) {
+      shared[i] = x + 3 * i * stride;
+      asm("" : "+r"(shared[i]));  // not to be derived from another one
+    }
+  }
+
+  const T* at(int row, int64_t k) const { return shared[row / 3] + row % 3 * stride + k; }
+};
+
 // y[r][c] = start[r][c] + sum over k of x[r][k] w[k][c] for R rows and kWidth columns. Every sum is one
 // chain of fused multiply-adds over k in order, so its bits do not depend on R, nor on where a caller
-// that goes on from `y` has cut the chain.
-//
-// Compilers must see that the sums live in registers, hence the unrolling, and must not keep a
-// pointer for each row: they are more than the registers that are left.
+// that goes on from `y` has cut the chain. Loops over sums are unrolled, or these are not in registers.
 template <int R, class Columns>
 void multiply(const float* x, int64_t ldx, Columns columns, int64_t inputs, Start start, float* y,
               int64_t ldy) {
-  constexpr int kShare = 3;  // rows that share a pointer: at 0, 1 and 2 strides from it
-  const float* shared[(R + kShare - 1) / kShare];
-#pragma GCC unroll 16
-  for (int i = 0; i * kShare < R; ++i) {
-    shared[i] = x + i * kShare * ldx;
-    asm("" : "+r"(shared[i]));  // not to be derived from another one
-  }
+  const RowPointers<R, float> rows(x, ldx);
   Vec sums[R][kVecs] = {};
   if (start.at) {
 #pragma GCC unroll 16
@@ -106,7 +115,7 @@ void multiply(const float* x, int64_t ldx, Columns columns, int64_t inputs, Star
     columns.next(k, column);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const Vec value = splat(shared[r / kShare][r % kShare * ldx + k]);
+      const Vec value = splat(*rows.at(r, k));
 #pragma GCC unroll 4
       for (int v = 0; v < kVecs; ++v) sums[r][v] = value * column[v] + sums[r][v];
     }

@@ -79,33 +79,27 @@ void with_kind(const RoseLinear& w, Use use) {
   else use(Bytes{});
 }
 
-// A block of rows times a panel: [rows][stride] in `sums`. `coded` is x where weights are quantised.
-void multiply_block(const Job& job, const Coded& coded, int64_t panel, int64_t row, int64_t rows,
-                    float* sums, int64_t stride) {
+// A block of rows times a panel. `coded` is x where weights are quantised. Sums that need nothing more go
+// straight to y.
+void block(const Job& job, const Coded& coded, int64_t panel, int64_t row, int64_t rows) {
   const RoseLinear& w = job.linear;
   const float* bias = w.bias ? w.bias + panel * kWidth : nullptr;
+  float* y = job.y + row * job.ldy;
+  alignas(64) float sums[kRows][kWidth];
   if (is_quantized(w)) {
     with_kind(w, [&](auto kind) {
       kMultiplyCodes<decltype(kind)>[rows - 1](coded, row, panel_at(w, panel),
-                                               facts_at(w, panel, 0), bias, sums, stride);
+                                               facts_at(w, panel, 0), bias, sums[0]);
     });
   } else {
+    const bool is_done = !w.gated && w.activation == kIdentity && (panel + 1) * kWidth <= w.outputs;
+    float* to = is_done ? y + panel * kWidth : sums[0];
     with_columns(w, panel, [&](auto columns) {
       kMultiply<decltype(columns)>[rows - 1](job.x + row * job.ldx, job.ldx, columns, w.inputs,
-                                             {bias}, sums, stride);
+                                             {bias}, to, is_done ? job.ldy : kWidth);
     });
+    if (is_done) return;
   }
-}
-
-void block(const Job& job, const Coded& coded, int64_t panel, int64_t row, int64_t rows) {
-  const RoseLinear& w = job.linear;
-  float* y = job.y + row * job.ldy;
-  if (w.activation == kIdentity && !w.gated && (panel + 1) * kWidth <= w.outputs) {
-    multiply_block(job, coded, panel, row, rows, y + panel * kWidth, job.ldy);
-    return;
-  }
-  alignas(64) float sums[kRows][kWidth];
-  multiply_block(job, coded, panel, row, rows, sums[0], kWidth);
   finish(job, panel, sums, static_cast<int>(rows), y);
 }
 

@@ -175,6 +175,7 @@ inline void encode_row(const float* x, int64_t inputs, const Coded& out, int64_t
 template <int R, class Kind>
 inline void sum_group(const Code* codes, int64_t stride, const uint8_t* weights,
                       VecInt (&sums)[R + 1][kVecs]) {
+  const RowPointers<R, Code> rows(codes, stride);
 #pragma GCC unroll 16
   for (int r = 0; r <= R; ++r)
 #pragma GCC unroll 4
@@ -198,7 +199,7 @@ inline void sum_group(const Code* codes, int64_t stride, const uint8_t* weights,
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
         int32_t packed;
-        std::memcpy(&packed, codes + r * stride + k, sizeof packed);
+        std::memcpy(&packed, rows.at(r, k), sizeof packed);
 #pragma GCC unroll 4
         for (int v = 0; v < kVecs; ++v) {
           if constexpr (Kind::kSigned) sums[r][v] = dot_signed(sums[r][v], column[v], packed);
@@ -209,13 +210,15 @@ inline void sum_group(const Code* codes, int64_t stride, const uint8_t* weights,
   }
 }
 
-// y[r][c] = bias[c] + sum over k of x[r][k] w[k][c] for R rows from `row` on and the columns of a panel.
+// y[r][c] = bias[c] + sum over k of x[r][k] w[k][c] for R rows from `row` on and the columns of a panel;
+// `y` is written again and again, so it has to be a small place of its own.
 template <int R, class Kind>
 void multiply_codes(const Coded& x, int64_t row, const uint8_t* weights, const uint16_t* scales,
-                    const float* bias, float* y, int64_t ldy) {
+                    const float* bias, float* y) {
   const int64_t stride = x.groups * kGroup;
   for (int r = 0; r < R; ++r)
-    for (int v = 0; v < kVecs; ++v) store(y + r * ldy + v * kLanes, bias ? load(bias + v * kLanes) : Vec{});
+    for (int v = 0; v < kVecs; ++v)
+      store(y + r * kWidth + v * kLanes, bias ? load(bias + v * kLanes) : Vec{});
   for (int64_t g = 0; g < x.groups; ++g) {
     VecInt sums[R + 1][kVecs];
     sum_group<R, Kind>(x.codes + row * stride + g * kGroup, stride, weights + g * kGroupBytes<Kind>,
@@ -236,7 +239,7 @@ void multiply_codes(const Coded& x, int64_t row, const uint8_t* weights, const u
       const Vec x_scale = splat(x.scales[at]), offset = splat(x.offsets[at]);
 #pragma GCC unroll 4
       for (int v = 0; v < kVecs; ++v) {
-        float* out = y + r * ldy + v * kLanes;
+        float* out = y + r * kWidth + v * kLanes;
         const Vec product = __builtin_convertvector(sums[r][v], Vec);
         if constexpr (Kind::kSigned) {
           const Vec before = other[v] * offset + load(out);
@@ -252,7 +255,7 @@ void multiply_codes(const Coded& x, int64_t row, const uint8_t* weights, const u
 
 template <class Kind>
 using MultiplyCodes = void (*)(const Coded&, int64_t, const uint8_t*, const uint16_t*,
-                               const float*, float*, int64_t);
+                               const float*, float*);
 
 template <class Kind, int... R>
 constexpr std::array<MultiplyCodes<Kind>, sizeof...(R)> multiply_codes_table(
