@@ -48,10 +48,12 @@ from rose.serving.protocol import (
     TokensDelta,
     Welcome,
 )
+from rose.serving.repeated import RepeatedWarning
 from rose.serving.score_service import ScoreService
 from rose.serving.transport import Port
 
 log = logging.getLogger(__name__)
+_unknown = RepeatedWarning(log, "dropped a message that is not of the protocol: %s")
 
 SILENCE_CHECK_S = 5.0
 SILENT_CHECKS = 3  # in a row, and a client's work is dropped
@@ -171,7 +173,7 @@ class EngineServer:
             try:
                 message = protocol.decode_from_client(header)
             except protocol.ProtocolError as error:
-                log.warning("dropped a message that is not of the protocol: %s", error)
+                _unknown.note(error)
                 continue
             self._dispatch(identity, message, frames)
 

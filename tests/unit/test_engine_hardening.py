@@ -17,6 +17,7 @@ from rose.serving import engine_process, protocol, transport
 from rose.serving.client_api import EngineError
 from rose.serving.engine import EngineFailedError, EngineServer
 from rose.serving.protocol import Cancel, EmbedRequest, Failure, Hello, Ping, Pong
+from rose.serving.repeated import RepeatedWarning
 from tests.unit.engine_rig import (
     LOST_ID,
     RunningEngine,
@@ -84,6 +85,21 @@ def test_random_bytes_and_deep_nesting_do_not_end_an_engine(runtime, address):
                 assert answer.vectors[0, 0] == 3
 
     drive(scenario)
+
+
+def test_what_is_not_of_the_protocol_is_one_line_of_the_log(runtime, address, monkeypatch, caplog):
+    monkeypatch.setattr(engine_module, "_unknown", RepeatedWarning(engine_module.log, "what: %s"))
+
+    async def scenario():
+        async with engine(runtime, address), raw(address) as client:
+            await client.hello()
+            for _ in range(50):
+                await client.socket.send_multipart([b"\xc1"])
+            await client.send(Ping(4))
+            assert (await client.receive(Pong)).sequence == 4
+
+    drive(scenario)
+    assert len([record for record in caplog.records if "what: " in record.message]) == 1
 
 
 def test_a_request_id_that_is_under_way_is_refused_and_the_first_is_answered(runtime, address):

@@ -27,10 +27,7 @@ struct Floats {
 
   void next(int64_t, Vec (&column)[kVecs]) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kVecs; ++v) {
-      column[v] = load(at + v * kLanes);
-      __builtin_prefetch(at + v * kLanes + kAhead * stride);
-    }
+    for (int v = 0; v < kVecs; ++v) column[v] = load(at + v * kLanes);
     at += stride;
   }
 
