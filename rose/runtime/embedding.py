@@ -77,6 +77,8 @@ class EmbedBatch:
     @classmethod
     def of_slices(cls, slices: Sequence[JobSlice]) -> "EmbedBatch":
         """Pack slices of jobs, in their order."""
+        if len(slices) == 1:
+            return cls.of_slice(slices[0])
         return cls(
             ids=np.concatenate([piece.ids for piece in slices]),
             lengths=np.concatenate([piece.lengths for piece in slices]),
@@ -90,6 +92,19 @@ class EmbedBatch:
             spans=_join_spans([piece.spans for piece in slices]),
             outputs=slices[0].job.outputs,
             unseen=_join([piece.unseen for piece in slices]),
+        )
+
+    @classmethod
+    def of_slice(cls, piece: JobSlice) -> "EmbedBatch":
+        """Make a batch of one slice, whose texts are packed already."""
+        return cls(
+            ids=piece.ids,
+            lengths=piece.lengths,
+            pool_from=np.full(piece.last - piece.first, piece.job.pool_from, np.int32),
+            segments=piece.segments,
+            spans=piece.spans,
+            outputs=piece.job.outputs,
+            unseen=piece.unseen,
         )
 
     def take(self, order: npt.NDArray[np.int64]) -> "EmbedBatch":

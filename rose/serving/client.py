@@ -23,7 +23,7 @@ from zmq.utils.monitor import recv_monitor_message
 from rose.models.card import ModelCard, RowOutput
 from rose.runtime.options import EmbedOptions, OutputDtype, Priority, SamplingParams
 from rose.serving import protocol
-from rose.serving.client_api import EmbedAnswer, EngineError, ScoreAnswer
+from rose.serving.client_api import EmbedAnswer, EngineError, ScoreAnswer, within
 from rose.serving.curve import NO_HANDSHAKE, Keys
 from rose.serving.protocol import (
     PROTOCOL_VERSION,
@@ -69,7 +69,13 @@ Answer = tuple[EmbedResult, list[Any]]
 
 
 def _joined(texts: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.int32]:
+    if len(texts) == 1:
+        return np.ascontiguousarray(texts[0], np.int32)
     return np.concatenate([np.asarray(text, np.int32) for text in texts])
+
+
+def _lengths(texts: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.int32]:
+    return np.array([len(text) for text in texts], np.int32)
 
 
 def _rows(
@@ -143,7 +149,8 @@ class EngineClient:
         """Connect, in the running event loop. The monitor comes first, or it could miss that."""
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | NO_HANDSHAKE | NO_ENTRY
         monitor = self._socket.get_monitor_socket(events)
-        loops = (self._receive_loop(), self._heartbeat_loop(), self._monitor_loop(monitor))
+        receiving = self._port.deliver(self._receive)
+        loops = (receiving, self._heartbeat_loop(), self._monitor_loop(monitor))
         self._tasks = [asyncio.create_task(loop) for loop in loops]
         self._socket.connect(self.address)
 
@@ -201,15 +208,14 @@ class EngineClient:
             trace=trace,
             traceparent=traceparent(),
         )
-        lengths = np.fromiter((len(text) for text in ids), np.int32, len(ids))
-        sent = [lengths.data, _joined(ids).data]
+        sent = [_lengths(ids).data, _joined(ids).data]
         if spans is not None:
-            counts = np.fromiter((len(part) for part in spans), np.int32, len(spans))
-            sent += [counts.data, _joined(spans).data]
-        result, frames = await self._ask(request, sent, timeout_s)
+            sent += [_lengths(spans).data, _joined(spans).data]
+        result, frames = await within(timeout_s, self._ask(request, sent))
+        tokens = sum(map(len, ids))
         texts = len(ids) if spans is None else sum(map(len, spans))
         first, *more = (
-            _rows(frame, output, options, int(lengths.sum()), texts)
+            _rows(frame, output, options, tokens, texts)
             for frame, output in zip(frames, outputs, strict=True)
         )
         return EmbedAnswer(first, result.queued_s, result.computed_s, tuple(more))
@@ -237,11 +243,10 @@ class EngineClient:
             trace=trace,
             traceparent=traceparent(),
         )
-        lengths = np.fromiter((len(text) for text in ids), np.int32, len(ids))
-        frames = [lengths.data, _joined(ids).data]
+        frames = [_lengths(ids).data, _joined(ids).data]
         if segments is not None:
             frames.append(_joined(segments).data)
-        result, rows = await self._ask(request, frames, timeout_s)
+        result, rows = await within(timeout_s, self._ask(request, frames))
         scores = np.frombuffer(rows[0], "<f4").reshape(result.count, -1)
         return ScoreAnswer(scores, queued_s=result.queued_s, computed_s=result.computed_s)
 
@@ -289,19 +294,7 @@ class EngineClient:
         if self._unready_reason is not None:
             raise EngineError("unavailable", f"the engine is not ready: {self._unready_reason}")
 
-    async def _ask(
-        self,
-        request: EmbedRequest | ScoreRequest,
-        frames: Sequence[Any],
-        timeout_s: float | None = None,
-    ) -> Answer:
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._sent(request, frames)
-        except TimeoutError:
-            raise EngineError("deadline", f"no answer within {timeout_s} seconds") from None
-
-    async def _sent(self, request: EmbedRequest | ScoreRequest, frames: Sequence[Any]) -> Answer:
+    async def _ask(self, request: EmbedRequest | ScoreRequest, frames: Sequence[Any]) -> Answer:
         self._check_ready()
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._pending[request.request_id] = future
@@ -328,15 +321,15 @@ class EngineClient:
 
     # Messages in
 
-    async def _receive_loop(self) -> None:
-        async for header, *frames in self._port.received(copy=False):
-            self._silent_pings = 0
-            try:
-                message = protocol.decode_from_engine(header.buffer)
-            except protocol.ProtocolError as error:
-                self._lose(f"the engine speaks another protocol: {error}")
-                continue
-            self._handle(message, [frame.buffer for frame in frames])
+    def _receive(self, parts: list[zmq.Frame]) -> None:
+        header, *frames = parts
+        self._silent_pings = 0
+        try:
+            message = protocol.decode_from_engine(header.buffer)
+        except protocol.ProtocolError as error:
+            self._lose(f"the engine speaks another protocol: {error}")
+            return
+        self._handle(message, [frame.buffer for frame in frames])
 
     def _handle(self, message: protocol.EngineMessage, frames: list[Any]) -> None:
         if isinstance(message, EmbedResult):

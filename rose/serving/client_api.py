@@ -1,8 +1,9 @@
 """The seam between the gateway and an engine: what a client of one offers. Free of torch."""
 
-from collections.abc import AsyncGenerator, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,8 @@ import numpy.typing as npt
 from rose.models.card import ModelCard, RowOutput
 from rose.runtime.options import EmbedOptions, Priority, SamplingParams
 from rose.serving.protocol import FailureKind, Stats, TokensDelta
+
+T = TypeVar("T")
 
 
 class EngineError(Exception):
@@ -26,6 +29,21 @@ class EngineError(Exception):
         self.kind = kind
         self.message = message
         self.field = field
+
+
+async def within(timeout_s: float | None, work: Coroutine[Any, Any, T]) -> T:
+    """Awaits work on a request, for so many seconds at most; None: however long it takes.
+
+    Raises:
+        EngineError: It took longer.
+    """
+    if timeout_s is None:
+        return await work
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await work
+    except TimeoutError:
+        raise EngineError("deadline", f"no answer within {timeout_s} seconds") from None
 
 
 @dataclass(frozen=True, slots=True)

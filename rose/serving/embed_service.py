@@ -5,7 +5,6 @@ waits until the running batch is done, since it would only grow meanwhile. When 
 requests fails, each runs once more alone: only the one at fault fails then.
 """
 
-import asyncio
 import logging
 import time
 from collections import deque
@@ -26,7 +25,7 @@ from rose.runtime.lazy import LazyTensor
 from rose.runtime.options import EmbedOptions
 from rose.runtime.queue import EmbedJob, EmbedQueue, IntArray, JobSlice
 from rose.runtime.spans import Spans
-from rose.serving.process import waker
+from rose.serving.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +67,9 @@ class EmbedCall:
 
     def add(self, piece: JobSlice, parts: Sequence[FloatRows]) -> None:
         """Keep the rows of some texts, of each output."""
+        if piece.last - piece.first == len(self.job):
+            self.rows, self.missing = list(parts), 0
+            return
         outputs = self.job.outputs
         if not self.rows:
             counts = [int(self.job.rows(output)[-1]) for output in outputs]
@@ -91,7 +93,7 @@ class EmbedService:
         self._calls: dict[EmbedJob, EmbedCall] = {}
         self._alone: deque[JobSlice] = deque()  # to run once more, without neighbours
         self._running: deque[tuple[list[JobSlice], LazyTensor[Any]]] = deque()
-        self._wake = asyncio.Event()
+        self._turns = Turns(self._advance)
         self._check_options = lru_cache(256)(partial(_check_options, served.card.embedding))
         self.steps = 0
         self.tokens = 0
@@ -118,7 +120,7 @@ class EmbedService:
             raise OverloadedError("the queue of the engine is full")
         self._calls[job] = EmbedCall(job, options, deliver)
         self._queue.add(job)
-        self._wake.set()
+        self._turns.ask()
 
     def cancel(self, job: EmbedJob) -> None:
         """Forget a request; nothing is delivered for it any more."""
@@ -131,13 +133,12 @@ class EmbedService:
         Raises:
             RuntimeError: the device is lost.
         """
-        wake = waker(self._wake)
-        while True:
-            self._wake.clear()
-            while self._running and self._running[0][1].done():
-                self._finish_step(*self._running.popleft())
-            self._launch(wake)
-            await self._wake.wait()
+        await self._turns.run()
+
+    def _advance(self) -> None:
+        while self._running and self._running[0][1].done():
+            self._finish_step(*self._running.popleft())
+        self._launch()
 
     def _choose_runtime(self, served: ServedModel) -> EmbeddingRuntime | None:
         return served.embedding
@@ -155,19 +156,20 @@ class EmbedService:
 
     def _check_texts(self, job: EmbedJob) -> None:
         card, lengths = self._card, job.lengths
-        if not len(job) or lengths.min() < 1 or job.starts[-1] != len(job.ids):
+        shortest, longest = (lengths.min(), lengths.max()) if len(job) else (0, 0)
+        if shortest < 1 or job.starts[-1] != len(job.ids):
             raise RequestError("lengths have to be at least 1 and to sum up to the ids", "input")
-        if lengths.max() > card.max_model_len:
+        if longest > card.max_model_len:
             limit = card.max_model_len
-            raise RequestError(f"a text has {lengths.max()} tokens, the limit is {limit}", "input")
+            raise RequestError(f"a text has {longest} tokens, the limit is {limit}", "input")
         if job.ids.min() < 0 or job.ids.max() >= card.vocab_size:
             raise RequestError(f"token ids go from 0 to {card.vocab_size - 1}", "input")
-        if not 0 <= job.pool_from < lengths.min():
+        if not 0 <= job.pool_from < shortest:
             raise RequestError("the prompt leaves no token to pool", "input")
         if job.spans is not None:
             _check_spans(job.spans, lengths)
 
-    def _launch(self, on_done: Callable[[], None]) -> None:
+    def _launch(self) -> None:
         """Launch what there is when the device is idle, and a full batch behind a running one."""
         while len(self._running) < MAX_STEPS_IN_FLIGHT and (slices := self._next()):
             now = time.monotonic()
@@ -178,7 +180,7 @@ class EmbedService:
             self.tokens += len(batch.ids)
             assert self._runtime is not None
             lazy = self._runtime.step_all(batch)
-            lazy.add_done_callback(on_done)
+            lazy.add_done_callback(self._turns.ask_from_thread)
             self._running.append((slices, lazy))
 
     def _next(self) -> list[JobSlice]:
@@ -220,9 +222,9 @@ class EmbedService:
         if call is None:
             return  # cancelled meanwhile
         for output, rows in zip(piece.job.outputs, parts, strict=True):
-            bad = np.flatnonzero(~np.isfinite(rows).all(axis=1))
-            if len(bad):
-                row = piece.rows(output).start + bad[0]
+            finite = np.isfinite(rows)
+            if not finite.all():
+                row = piece.rows(output).start + np.argmin(finite.all(axis=1))
                 text = np.searchsorted(piece.job.rows(output), row, side="right") - 1
                 where = f"input[{text}]"
                 self._end(piece.job, NonFiniteError("the model computed NaN or infinity", where))

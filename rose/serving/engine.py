@@ -169,16 +169,19 @@ class EngineServer:
     # Messages in
 
     async def _receive_loop(self) -> None:
-        async for identity, header, *frames in self._port.received():
-            try:
-                message = protocol.decode_from_client(header)
-            except protocol.ProtocolError as error:
-                _unknown.note(error)
-                continue
-            self._dispatch(identity, message, frames)
+        await self._port.deliver(self._receive)
+
+    def _receive(self, parts: list[zmq.Frame]) -> None:
+        identity, header, *frames = parts
+        try:
+            message = protocol.decode_from_client(header.buffer)
+        except protocol.ProtocolError as error:
+            _unknown.note(error)
+            return
+        self._dispatch(identity.bytes, message, [frame.buffer for frame in frames])
 
     def _dispatch(
-        self, identity: bytes, message: protocol.ClientMessage, frames: list[bytes]
+        self, identity: bytes, message: protocol.ClientMessage, frames: list[memoryview]
     ) -> None:
         client = self._clients.get(identity)
         if isinstance(message, Hello):
@@ -194,7 +197,7 @@ class EngineServer:
         identity: bytes,
         client: Client,
         message: protocol.ClientMessage,
-        frames: list[bytes],
+        frames: list[memoryview],
     ) -> None:
         if isinstance(message, Ping):
             self._send(identity, Pong(message.sequence, self._stats()))
@@ -224,7 +227,7 @@ class EngineServer:
         identity: bytes,
         client: Client,
         request: EmbedRequest | ScoreRequest | GenerateRequest,
-        frames: list[bytes],
+        frames: list[memoryview],
     ) -> None:
         if self._draining:
             raise DrainingError("the engine is shutting down")
@@ -239,21 +242,21 @@ class EngineServer:
         client.requests[request.request_id] = Work(cancel, request.trace, request.traceparent)
 
     def _admit_embedding(
-        self, identity: bytes, request: EmbedRequest, frames: list[bytes]
+        self, identity: bytes, request: EmbedRequest, frames: list[memoryview]
     ) -> Callable[[], None]:
         job = read_embed_job(request, frames, self._served.card.embedding)
         self._embed.submit(job, request.options, partial(self._answer, identity, request, len(job)))
         return partial(self._embed.cancel, job)
 
     def _admit_scoring(
-        self, identity: bytes, request: ScoreRequest, frames: list[bytes]
+        self, identity: bytes, request: ScoreRequest, frames: list[memoryview]
     ) -> Callable[[], None]:
         job = read_job(request, frames, optional=1)
         self._score.submit_texts(job, partial(self._answer, identity, request, len(job)))
         return partial(self._score.cancel, job)
 
     def _admit_generation(
-        self, identity: bytes, request: GenerateRequest, frames: list[bytes]
+        self, identity: bytes, request: GenerateRequest, frames: list[memoryview]
     ) -> Callable[[], None]:
         if self._generate is None:
             raise RequestError(f"model {self._served.card.name!r} cannot generate", "model")

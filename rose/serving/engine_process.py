@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+import uvloop
 import zmq.asyncio
 
 from rose.runtime.build import ModelOptions, ServedModel, build
@@ -38,7 +39,7 @@ def run_engine(options: ModelOptions, address: str, keys: Keys | None = None) ->
     try:
         served = build(options)
         freeze_heap()
-        asyncio.run(_serve(served, socket, doors))
+        uvloop.run(_serve(served, socket, doors))
         served.close()  # not after a failure: it would wait for a step that may hang
     finally:
         context.destroy(linger=0)

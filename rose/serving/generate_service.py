@@ -15,8 +15,8 @@ from rose.runtime.generation import Delta, Failed, GenerationLoop
 from rose.runtime.options import Priority, SamplingParams
 from rose.runtime.structured import GrammarMatcher
 from rose.serving.embed_service import OverloadedError
-from rose.serving.process import waker
 from rose.serving.protocol import TokenLogprobs, TokensDelta
+from rose.serving.turns import Turns
 
 MAX_REQUESTS = 4096
 MAX_LOGPROBS = 128
@@ -47,9 +47,8 @@ class GenerateService:
         self._deliver_tokens = deliver_tokens
         self._deliver_failure = deliver_failure
         self._compiling: dict[Key, asyncio.Task[None]] = {}
-        self._wake = asyncio.Event()
-        self._wake_from_thread: Callable[[], None] = self._wake.set
-        self._generation = generation.make_loop(on_arrival=lambda: self._wake_from_thread())
+        self._turns = Turns(self._advance)
+        self._generation = generation.make_loop(on_arrival=self._turns.ask_from_thread)
         self._requests: set[Key] = set()
 
     @property
@@ -97,7 +96,7 @@ class GenerateService:
             if (task := self._compiling.pop(key, None)) is not None:
                 task.cancel()
             self._generation.cancel(key)
-            self._wake.set()
+            self._turns.ask()
 
     async def run(self) -> None:
         """Launch and collect steps until cancelled.
@@ -105,13 +104,12 @@ class GenerateService:
         Raises:
             RuntimeError: the device is lost.
         """
-        self._wake_from_thread = waker(self._wake)
-        while True:
-            self._wake.clear()
-            self._publish(self._generation.collect())
-            while self._generation.advance():
-                pass
-            await self._wake.wait()
+        await self._turns.run()
+
+    def _advance(self) -> None:
+        self._publish(self._generation.collect())
+        while self._generation.advance():
+            pass
 
     def _add(
         self,
@@ -122,7 +120,7 @@ class GenerateService:
         grammar: GrammarMatcher | None,
     ) -> None:
         self._generation.add(key, ids, sampling, priority, grammar)
-        self._wake.set()
+        self._turns.ask()
 
     async def _compile_and_add(
         self, key: Key, ids: npt.NDArray[np.int32], sampling: SamplingParams, priority: Priority

@@ -1,5 +1,7 @@
 """What comes over the wire as arrays, and the jobs made of it. All are int32."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from rose.models.card import EmbeddingCard
@@ -10,7 +12,7 @@ from rose.serving.protocol import EmbedRequest, ScoreRequest
 
 
 def read_embed_job(
-    request: EmbedRequest, frames: list[bytes], card: EmbeddingCard | None = None
+    request: EmbedRequest, frames: list[memoryview], card: EmbeddingCard | None = None
 ) -> EmbedJob:
     """Read the texts to embed, with the spans of each where the request has some.
 
@@ -21,24 +23,18 @@ def read_embed_job(
     if not outputs or len(set(outputs)) < len(outputs):
         raise RequestError("each output may be asked for once, and one has to be", "output_types")
     job = read_job(request, frames[:2], pool_from=request.pool_from)
+    job.outputs = outputs
+    if len(frames) == 2 and not request.queries:
+        return job
     if not len(job) or job.lengths.min() < 1 or job.starts[-1] != len(job.ids):
         return job  # which is refused
     spans = _read_spans(frames[2:])
     if spans is not None and outputs != ("text",):
         raise RequestError("outputs of tokens go without spans")
-    unseen = _unseen(job, card) if request.queries else None
-    return EmbedJob(
-        job.ids,
-        job.lengths,
-        job.pool_from,
-        job.priority,
-        spans=spans,
-        outputs=outputs,
-        unseen=unseen,
-    )
+    return replace(job, spans=spans, unseen=_unseen(job, card) if request.queries else None)
 
 
-def _read_spans(frames: list[bytes]) -> Spans | None:
+def _read_spans(frames: list[memoryview]) -> Spans | None:
     if not frames:
         return None
     if len(frames) != 2 or len(frames[0]) % 4 or len(frames[1]) % 8:
@@ -69,7 +65,7 @@ def trailing(ids: IntArray, lengths: IntArray, token: int) -> IntArray | None:
 
 def read_job(
     request: EmbedRequest | ScoreRequest,
-    frames: list[bytes],
+    frames: list[memoryview],
     *,
     pool_from: int = 0,
     optional: int = 0,

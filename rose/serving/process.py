@@ -12,7 +12,6 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Callable
 from datetime import UTC, datetime
 from ipaddress import ip_address
 from types import FrameType
@@ -106,17 +105,6 @@ def _beat_once(pipe: int) -> None:
         os.write(pipe, b".")
     except BrokenPipeError:
         raise SupervisorGoneError("the supervisor is gone") from None
-
-
-def waker(event: asyncio.Event) -> Callable[[], None]:
-    """Return a function that sets an event of the running loop, to be called from any thread."""
-    loop = asyncio.get_running_loop()
-
-    def wake() -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(event.set)
-
-    return wake
 
 
 def stop_signals() -> list[signal.Signals]:

@@ -9,8 +9,8 @@ dying replica has not begun to answer is sent to another.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from typing import TypeVar
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from rose.models.card import ModelCard, RowOutput
 from rose.runtime.options import EmbedOptions, Priority, SamplingParams
 from rose.serving.client import EngineClient
-from rose.serving.client_api import EmbedAnswer, EngineError, ScoreAnswer
+from rose.serving.client_api import EmbedAnswer, EngineError, ScoreAnswer, within
 from rose.serving.protocol import Stats, TokensDelta
 from rose.serving.stats import total
 
@@ -62,20 +62,31 @@ class Replica:
         """Whether it fails whatever it gets."""
         return self._faults >= MAX_FAULTS and time.monotonic() - self._last_fault < AVOIDED_S
 
-    @contextmanager
-    def busy_with(self, tokens: int) -> Iterator[EngineClient]:
-        """Count tokens as outstanding for a while, and faults."""
-        self.outstanding += tokens
-        try:
-            yield self.client
+    def note(self, error: BaseException | None) -> None:
+        """Count faults."""
+        if error is None:
             self._faults = 0
-        except EngineError as error:
-            if error.kind == "internal":
-                self._faults += 1
-                self._last_fault = time.monotonic()
-            raise
-        finally:
-            self.outstanding -= tokens
+        elif isinstance(error, EngineError) and error.kind == "internal":
+            self._faults += 1
+            self._last_fault = time.monotonic()
+
+
+class Busy:
+    """Counts tokens as outstanding at a replica while the block runs, and notes how it ends."""
+
+    __slots__ = ("_replica", "_tokens")
+
+    def __init__(self, replica: Replica, tokens: int) -> None:
+        """Use `replica`."""
+        self._replica, self._tokens = replica, tokens
+
+    def __enter__(self) -> EngineClient:
+        self._replica.outstanding += self._tokens
+        return self._replica.client
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self._replica.outstanding -= self._tokens
+        self._replica.note(error)
 
 
 class ReplicaSet:
@@ -153,6 +164,8 @@ class ReplicaSet:
             )
 
         answers = await self._in_chunks(on, ids, timeout_s)
+        if len(answers) == 1:
+            return answers[0]
         vectors = _rows([a.vectors for a in answers])
         more = [_rows(list(parts)) for parts in zip(*(a.more for a in answers), strict=True)]
         return EmbedAnswer(vectors, *_times(answers), tuple(more))
@@ -182,18 +195,14 @@ class ReplicaSet:
         timeout_s: float | None,
     ) -> list[AnswerT]:
         """Ask for a batch of texts chunk by chunk, within a time."""
-        card = self.card
+        card, lengths = self.card, [len(text) for text in ids]
 
         async def run(chunk: range) -> AnswerT:
             part = slice(chunk.start, chunk.stop)
-            tokens = sum(len(text) for text in ids[part])
+            tokens = sum(lengths[part])
             return await self._on_some_replica(lambda client: ask(client, part), tokens, card)
 
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._run_chunks(cut([len(text) for text in ids]), run)
-        except TimeoutError:
-            raise EngineError("deadline", f"no answer within {timeout_s} seconds") from None
+        return await within(timeout_s, self._run_chunks(cut(lengths), run))
 
     async def generate(
         self,
@@ -214,7 +223,7 @@ class ReplicaSet:
             replica = self._choose(card, tried)
             begun = False
             try:
-                with replica.busy_with(tokens) as client:
+                with Busy(replica, tokens) as client:
                     stream = client.generate(ids, sampling, priority=priority, trace=trace)
                     async with aclosing(stream):
                         async for delta in stream:
@@ -258,7 +267,7 @@ class ReplicaSet:
         while True:
             replica = self._choose(card, tried)
             try:
-                with replica.busy_with(tokens) as client:
+                with Busy(replica, tokens) as client:
                     return await work(client)
             except EngineError as error:
                 tried.append(replica)
@@ -283,9 +292,11 @@ class ReplicaSet:
 
     @property
     def _leader(self) -> Replica:
-        ready = [replica for replica in self._replicas if replica.client.ready]
+        for replica in self._replicas:
+            if replica.client.ready:
+                return replica
         known = [replica for replica in self._replicas if replica.client.card is not None]
-        return next(iter([*ready, *known, *self._replicas]))
+        return next(iter([*known, *self._replicas]))
 
     def _usable(self, card: ModelCard | None) -> list[Replica]:
         """Return the replicas that are ready and serve the checkpoint of `card`."""

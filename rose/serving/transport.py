@@ -5,8 +5,7 @@ import contextlib
 import os
 import socket as sockets
 import stat
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from itertools import count
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +13,7 @@ import zmq
 import zmq.asyncio
 
 from rose.serving.curve import Keys, ask_for
+from rose.serving.turns import Turns
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
@@ -22,6 +22,12 @@ LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 QUEUE_LIMIT = 10_000
 MAX_FRAME_BYTES = 256 << 20  # far above a full request body as ids, or the largest tokenizer.json
 MESSAGES_IN_A_ROW = 64
+# As plain numbers: the library's own take longer to be joined than a message to be sent.
+_NOBLOCK, _NOBLOCK_SNDMORE, _POLLIN = (
+    int(zmq.NOBLOCK),
+    int(zmq.NOBLOCK | zmq.SNDMORE),
+    int(zmq.POLLIN),
+)
 PROBE_TIMEOUT_S = 1.0
 
 
@@ -138,7 +144,7 @@ def make_dealer(
 
 
 class Port:
-    """A socket in the running event loop: sends at once, and yields what arrives.
+    """A socket in the running event loop: sends at once, and delivers what arrives.
 
     `zmq.asyncio` does the same with futures and states for each message, which takes longer than
     the message is on its way. Its sockets are good for the rest; nothing is sent or received by one
@@ -149,7 +155,8 @@ class Port:
         """Make the port of a socket, which stays the caller's to close."""
         self._owner = socket  # which would close it if nobody kept it
         self._socket: zmq.SyncSocket = zmq.Socket.shadow(socket.underlying)
-        self._readable = asyncio.Event()
+        self._turns = Turns(self._take_messages)
+        self._take: Callable[[list[zmq.Frame]], None] = lambda _: None
 
     def send(self, parts: Sequence[Any], frames: Sequence[Any] = ()) -> None:
         """Send a message without waiting; `frames` are not copied if they are large.
@@ -158,8 +165,11 @@ class Port:
             zmq.Again: there is no connection, or the peer has stopped reading.
             zmq.ZMQError: the peer is gone.
         """
+        *first, last = *parts, *frames
         try:
-            self._socket.send_multipart([*parts, *frames], zmq.NOBLOCK, copy=not frames)
+            for part in first:
+                self._socket.send(part, _NOBLOCK_SNDMORE, copy=not frames)
+            self._socket.send(last, _NOBLOCK, copy=not frames)
         finally:
             self.has_messages()
 
@@ -169,31 +179,45 @@ class Port:
         Whatever is done with a socket can take the signal for them off its file descriptor, so
         this has to be asked after it.
         """
-        found = bool(cast("int", self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        found = self._is_readable()
         if found:
-            self._readable.set()
+            self._turns.ask()
         return found
 
-    async def received(self, *, copy: bool = True) -> AsyncIterator[list[Any]]:
-        """Yield messages for ever; other tasks get their turn even if messages never run out."""
+    async def deliver(self, take: Callable[[list[zmq.Frame]], None]) -> None:
+        """Call `take` with the frames of each message, until cancelled or until it raises.
+
+        Others get their turn even if messages never run out.
+        """
         loop, signal = asyncio.get_running_loop(), cast("int", self._socket.getsockopt(zmq.FD))
-        loop.add_reader(signal, self._readable.set)
+        self._take = take
+        loop.add_reader(signal, self._turns.now)
         try:
-            for number in count(1):
-                yield await self._next(copy)
-                if number % MESSAGES_IN_A_ROW == 0:
-                    await asyncio.sleep(0)
+            await self._turns.run()
         finally:
             loop.remove_reader(signal)
 
-    async def _next(self, copy: bool) -> list[Any]:
-        while True:
+    def _take_messages(self) -> None:
+        for _ in range(MESSAGES_IN_A_ROW):
             try:
-                return self._socket.recv_multipart(zmq.NOBLOCK, copy=copy)
+                message = self._receive()
             except zmq.Again:
-                self._readable.clear()
-            if not self.has_messages():
-                await self._readable.wait()
+                return
+            self._take(message)
+            if not self._is_readable():  # quicker to ask than an exception to raise
+                return
+        self._turns.ask()
+
+    def _is_readable(self) -> bool:
+        events = self._socket.getsockopt(zmq.EVENTS)
+        assert isinstance(events, int)
+        return events & _POLLIN != 0
+
+    def _receive(self) -> list[zmq.Frame]:
+        frames = [self._socket.recv(_NOBLOCK, copy=False)]
+        while frames[-1].more:
+            frames.append(self._socket.recv(_NOBLOCK, copy=False))
+        return frames
 
 
 def _set_options(socket: "zmq.asyncio.Socket", address: str) -> None:

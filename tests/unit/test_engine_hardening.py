@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
+import zmq
 import zmq.asyncio
 
 from rose.runtime.options import EmbedOptions, SamplingParams
@@ -124,19 +125,19 @@ def test_a_flood_of_messages_leaves_others_their_turn(runtime, address):
             await client.hello()
             received = 0
 
-            async def flood(_copy):
+            def flood():
                 nonlocal received
                 received += 1
                 assert received < 100_000
-                return [b"stranger", protocol.encode(Ping(1))]
+                return [zmq.Frame(b"stranger"), zmq.Frame(protocol.encode(Ping(1)))]
 
-            server._port._next = flood
+            server._port._receive, server._port._is_readable = flood, lambda: True
             await client.send(Ping(1))
             await until(lambda: received)
             for _ in range(20):
                 await asyncio.sleep(0)
             assert received > 20
-            del server._port._next
+            del server._port._receive, server._port._is_readable
 
     drive(scenario)
 

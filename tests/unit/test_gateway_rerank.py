@@ -553,13 +553,19 @@ def test_failures_of_the_engine(http, kind, status):
     assert error_of(rerank(http), status)["param"] is None  # no field is at fault
 
 
-def test_priority_deadline_and_id_reach_the_engine():
-    http = serve(ranker(), request_timeout_s=7)
+def test_priority_and_id_reach_the_engine():
+    http = serve(ranker())
     answer = rerank(http, priority="bulk", request_id="mine")
     call = http.client.calls[-1]
     assert (call["priority"], call["trace"]) == ("bulk", "mine")
-    assert 0 < call["timeout_s"] <= 7
     assert answer.json()["id"] == answer.headers["x-request-id"] == "mine"
+
+
+def test_deadline():
+    http = serve(ranker(), request_timeout_s=0.05)
+    http.client.delay_s = 5
+    assert error_of(rerank(http), 504)["code"] == "deadline"
+    assert (http.client.running, http.client.cancelled) == (0, 1)
 
 
 def test_metrics_count_pairs_and_tokens(http):

@@ -123,6 +123,12 @@ class Pair:
         self.router.close()
 
 
+async def end(*tasks):
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def talk(context, address, scenario):
     async def run():
         pair = Pair(context, address)
@@ -137,38 +143,53 @@ def talk(context, address, scenario):
 
 def test_messages_that_come_while_others_are_sent_are_received(context, tmp_path):
     async def scenario(pair):
-        async def echo():
-            async for identity, *parts in pair.engine.received():
-                pair.engine.send([identity, *parts])
-
-        task = asyncio.create_task(echo())
+        received = asyncio.Queue()
+        tasks = [
+            asyncio.create_task(pair.engine.deliver(lambda parts: pair.engine.send(parts))),
+            asyncio.create_task(pair.client.deliver(received.put_nowait)),
+        ]
         got = 0
-        received = pair.client.received()
         for burst in (1, 2, 50, 1, 500):  # the answers to some arrive while the next ones are sent
             for number in range(burst):
                 pair.client.send([b"%d" % number])
                 await asyncio.sleep(0)
             for number in range(burst):
-                assert await anext(received) == [b"%d" % number]
+                assert [frame.bytes for frame in await received.get()] == [b"%d" % number]
                 got += 1
         assert got == 554
-        await received.aclose()
-        task.cancel()
+        await end(*tasks)
 
     talk(context, f"ipc://{tmp_path}/e.sock", scenario)
 
 
 def test_a_message_whose_signal_was_taken_by_another_call_is_received(context, tmp_path):
     async def scenario(pair):
-        received = pair.engine.received()
-        waiting = asyncio.create_task(anext(received))
+        received = asyncio.Queue()
+        task = asyncio.create_task(pair.engine.deliver(received.put_nowait))
         await asyncio.sleep(0.05)
         pair.client.send([b"hello"])
         async with asyncio.timeout(5):
             while not pair.engine.has_messages():  # which takes the signal
                 time.sleep(0.001)  # the loop does not look meanwhile
-        assert (await waiting)[1] == b"hello"
-        await received.aclose()
+        assert (await received.get())[1].bytes == b"hello"
+        await end(task)
+
+    talk(context, f"ipc://{tmp_path}/e.sock", scenario)
+
+
+def test_an_error_of_whoever_takes_messages_ends_the_delivery(context, tmp_path):
+    async def scenario(pair):
+        def refuse(parts):
+            raise ValueError(parts[1].bytes.decode())
+
+        pair.client.send([b"first"])
+        pair.client.send([b"second"])
+        with pytest.raises(ValueError, match="first"):
+            await pair.engine.deliver(refuse)
+        received = asyncio.Queue()
+        task = asyncio.create_task(pair.engine.deliver(received.put_nowait))
+        assert (await received.get())[1].bytes == b"second"
+        await end(task)
 
     talk(context, f"ipc://{tmp_path}/e.sock", scenario)
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
@@ -20,7 +20,7 @@ from rose.serving.client_api import EngineClient
 from rose.serving.gateway.errors import ApiError, shutting_down
 from rose.serving.gateway.gateway import Gateway
 from rose.serving.gateway.models import ModelTable
-from rose.serving.gateway.operation import Endpoint, Exchange, Operation, new_request_id
+from rose.serving.gateway.operation import Endpoint, Exchange, new_request_id
 from rose.serving.gateway.routes import OPERATIONS
 from rose.serving.gateway.settings import GatewaySettings
 from rose.serving.gateway.workers import Workers
@@ -54,9 +54,11 @@ def create_app(
         await asyncio.gather(loading, return_exceptions=True)
         gateway.close()
 
+    endpoints = [Endpoint(gateway, operation) for operation in OPERATIONS]
+    frontdoor = Middleware(Frontdoor, gateway=gateway, endpoints=endpoints)
     app = Starlette(
-        routes=[route for operation in OPERATIONS for route in _routes(gateway, operation)],
-        middleware=[*_cors(gateway.settings), Middleware(Frontdoor, gateway=gateway)],
+        routes=[route for endpoint in endpoints for route in _routes(endpoint)],
+        middleware=[*_cors(gateway.settings), frontdoor],
         exception_handlers={HTTPException: _raise_on},
         lifespan=lifespan,
     )
@@ -65,43 +67,57 @@ def create_app(
     return app
 
 
-def _routes(gateway: Gateway, operation: Operation) -> list[Route]:
-    endpoint = Endpoint(gateway, operation)
-    paths = (operation.path, *operation.aliases)
-    return [Route(path, endpoint, methods=[operation.method]) for path in paths]
+def _routes(endpoint: Endpoint) -> list[Route]:
+    operation = endpoint.operation
+    return [Route(path, endpoint, methods=[operation.method]) for path in operation.paths]
+
+
+def _shortcuts(endpoints: Sequence[Endpoint]) -> dict[tuple[str, str], Endpoint]:
+    """The endpoints of paths without parameters, by method and path.
+
+    The router would try one route after the other.
+    """
+    return {
+        (endpoint.operation.method, path): endpoint
+        for endpoint in endpoints
+        for path in endpoint.operation.paths
+        if "{" not in path
+    }
 
 
 class Frontdoor:
     """The outermost layer: request ids, keys, errors, metrics and the log."""
 
-    def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
+    def __init__(self, app: ASGIApp, gateway: Gateway, endpoints: Sequence[Endpoint]) -> None:
         self.app = app
         self.gateway = gateway
         self.open_paths = _open_paths(gateway.settings)
+        self.shortcuts = _shortcuts(endpoints)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one connection event of the server."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        exchange = Exchange(new_request_id(headers.get(b"x-request-id")))
+        headers = dict(scope["headers"])
+        exchange = Exchange(new_request_id(_text(headers.get(b"x-request-id"))))
         scope["rose.exchange"] = exchange
-        self.gateway.metrics.in_flight.inc()
+        self.gateway.exchanges_in_flight += 1
         try:
             if tracing.is_on() and scope["path"] not in UNTRACED:
                 await self._serve_traced(scope, receive, _Sender(send, exchange), headers)
             else:
                 await self._serve(scope, receive, _Sender(send, exchange), headers)
         finally:
-            self.gateway.metrics.in_flight.dec()
-            self._account(exchange, scope["method"])
+            self.gateway.exchanges_in_flight -= 1
+            # Not now: what was written leaves when the event loop has nothing else to run.
+            asyncio.get_running_loop().call_soon(self._account, exchange, scope["method"])
 
     async def _serve_traced(
-        self, scope: Scope, receive: Receive, send: "_Sender", headers: Mapping[bytes, str]
+        self, scope: Scope, receive: Receive, send: "_Sender", headers: Mapping[bytes, bytes]
     ) -> None:
         exchange = send.exchange
-        with tracing.request_span(scope["path"], headers.get(b"traceparent")) as span:
+        with tracing.request_span(scope["path"], _text(headers.get(b"traceparent"))) as span:
             try:
                 await self._serve(scope, receive, send, headers)
             finally:
@@ -114,11 +130,12 @@ class Frontdoor:
                 )
 
     async def _serve(
-        self, scope: Scope, receive: Receive, send: "_Sender", headers: Mapping[bytes, str]
+        self, scope: Scope, receive: Receive, send: "_Sender", headers: Mapping[bytes, bytes]
     ) -> None:
         try:
-            self._check_key(scope["path"], headers.get(b"authorization"))
-            await self.app(scope, receive, send)
+            self._check_key(scope["path"], _text(headers.get(b"authorization")))
+            app = self.shortcuts.get((scope["method"], scope["path"]), self.app)
+            await app(scope, receive, send)
         except ClientDisconnect:
             self.gateway.metrics.disconnects.labels(send.exchange.route).inc()
         except ApiError as error:
@@ -143,6 +160,8 @@ class Frontdoor:
 
     def _account(self, exchange: Exchange, method: str) -> None:
         seconds = time.perf_counter() - exchange.started
+        for work in exchange.afterwards:
+            work()
         metrics = self.gateway.metrics
         if exchange.status:
             metrics.requests.labels(exchange.route, str(exchange.status)).inc()
@@ -157,6 +176,10 @@ class Frontdoor:
                 seconds * 1e3,
                 extra={"request_id": exchange.request_id},
             )
+
+
+def _text(header: bytes | None) -> str | None:
+    return None if header is None else header.decode("latin-1")
 
 
 class _Sender:

@@ -1,8 +1,6 @@
 """What all requests of a gateway share."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 from rose.serving.gateway.auth import Keys
 from rose.serving.gateway.errors import ApiError
@@ -26,8 +24,10 @@ class Gateway:
         threads = settings.tokenizer_threads
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="rose-text")
         self.heavy_pool = ThreadPoolExecutor(-(-threads // 2), thread_name_prefix="rose-heavy")
+        self.exchanges_in_flight = 0
         self.requests_in_flight = 0
         self.bytes_in_flight = 0
+        self.metrics.in_flight.set_function(lambda: self.exchanges_in_flight)
 
     def close(self) -> None:
         """Ends the threads, when their work is done."""
@@ -43,40 +43,48 @@ class Gateway:
         if self.requests_in_flight >= self.settings.max_concurrent_requests:
             raise _overloaded("Too many requests are being served.")
 
-    @contextmanager
-    def place(self) -> Iterator[None]:
-        """A place among the requests that are served.
+
+class Place:
+    """A place among the requests that are served, taken while the block runs."""
+
+    __slots__ = ("_gateway",)
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def __enter__(self) -> None:
+        """Takes it.
 
         Raises:
             ApiError: 429, there is none.
         """
-        self.check_place()
-        self.requests_in_flight += 1
-        try:
-            yield
-        finally:
-            self.requests_in_flight -= 1
+        self._gateway.check_place()
+        self._gateway.requests_in_flight += 1
 
-    @contextmanager
-    def memory(self) -> Iterator["BodyMemory"]:
-        """Room for one body, which takes it up as its bytes arrive."""
-        body = BodyMemory(self)
-        try:
-            yield body
-        finally:
-            self.bytes_in_flight -= body.size
+    def __exit__(self, *_: object) -> None:
+        self._gateway.requests_in_flight -= 1
 
 
 class BodyMemory:
     """What one body takes of the memory for bodies: what has arrived, not what is announced.
 
+    It is given back when the block ends.
+
     Attributes:
         size: Bytes.
     """
 
+    __slots__ = ("_gateway", "size")
+
     def __init__(self, gateway: Gateway) -> None:
         self.size = 0
         self._gateway = gateway
+
+    def __enter__(self) -> "BodyMemory":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._gateway.bytes_in_flight -= self.size
 
     def grow(self, size: int) -> None:
         """Takes room for `size` more bytes; a body that is alone may have any size.

@@ -1,13 +1,11 @@
 """Numbers for Prometheus. Each gateway has a registry of its own."""
 
-import time
 from collections.abc import Iterable, Iterator
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from rose.serving import tracing
 from rose.serving.gateway.generation_metrics import GenerationMetrics
 from rose.serving.gateway.models import ModelTable
 
@@ -81,12 +79,6 @@ class Metrics:
         self.compute_seconds = self._seconds("compute", "Time a request was computed.")
         self.generation = GenerationMetrics(registry)
         registry.register(_Engines(table))
-
-    def tokenized(self, model: str, started: float) -> None:
-        """Counts that a request was made into tokens, from `started` (perf_counter) until now."""
-        seconds = time.perf_counter() - started
-        self.tokenize_seconds.labels(model).observe(seconds)
-        tracing.record("tokenize", seconds, model=model)
 
     def exposition(self) -> bytes:
         """Everything in Prometheus' text format."""

@@ -5,10 +5,10 @@ OpenAPI and /docs follow from the declaration.
 """
 
 import asyncio
-import secrets
+import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from types import UnionType
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
@@ -18,10 +18,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from rose.serving import tracing
 from rose.serving.client_api import EngineError
 from rose.serving.gateway.body import LARGE_BYTES, check_content_type, read_body
 from rose.serving.gateway.errors import ApiError, bad_request, from_engine
-from rose.serving.gateway.gateway import Gateway
+from rose.serving.gateway.gateway import BodyMemory, Gateway, Place
 from rose.serving.gateway.json_guard import decode
 from rose.serving.gateway.schemas import Request as RequestBody
 from rose.serving.gateway.tokenization import TextError
@@ -42,6 +43,8 @@ class Exchange:
     route: str = "other"
     started: float = field(default_factory=time.perf_counter)
     status: int = 0
+    afterwards: list[Callable[[], None]] = field(default_factory=list)
+    """What can wait until the answer is on its way."""
 
     @classmethod
     def of(cls, scope: Scope) -> "Exchange":
@@ -75,6 +78,13 @@ class Call(Generic[BodyT]):
         pool = self.gateway.heavy_pool if is_large else self.gateway.pool
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(pool, partial(work, *args, **kwargs))
+
+    def tokenized(self, model: str, started: float) -> None:
+        """Notes that texts were made into tokens, from `started` (perf_counter) until now."""
+        seconds = time.perf_counter() - started
+        tracing.record("tokenize", seconds, model=model)
+        metric = self.gateway.metrics.tokenize_seconds
+        self.exchange.afterwards.append(lambda: metric.labels(model).observe(seconds))
 
     def time_left_s(self) -> float | None:
         """Seconds until the request's deadline; None if it has none."""
@@ -114,6 +124,11 @@ class Operation:
     statuses: tuple[int, ...] = ()
     guarded: bool = True
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All paths that lead here."""
+        return self.path, *self.aliases
+
 
 class Endpoint:
     """The ASGI application of an operation: body in, handler, answer out."""
@@ -136,28 +151,29 @@ class Endpoint:
 
     async def _with_body(self, request: Request, exchange: Exchange) -> Response:
         gateway, settings = self.gateway, self.gateway.settings
-        check_content_type(request)
+        headers, receive = request.headers, request.receive
+        check_content_type(headers)
         gateway.check_place()
-        with gateway.memory() as memory:
+        with BodyMemory(gateway) as memory:
             # A body that does not come keeps nobody out: its place is taken when it is there.
-            raw = await read_body(
-                request, settings.max_body_bytes, settings.body_timeout_s, memory.grow
-            )
-            with gateway.place():
+            limits = settings.max_body_bytes, settings.body_timeout_s
+            raw = await read_body(headers, receive, *limits, memory)
+            with Place(gateway):
                 work = self._decode_and_handle(request, raw, exchange)
-                return await unless_disconnected(request.receive, work)
+                return await unless_disconnected(receive, work)
 
     async def _decode_and_handle(
         self, request: Request, raw: bytes, exchange: Exchange
     ) -> Response:
-        call: Call[Any] = Call(self.gateway, request, None, exchange, len(raw))
-        if call.size > LARGE_BYTES:
-            body = await call.in_thread(decode, raw, self.decoder)
+        size = len(raw)
+        if size > LARGE_BYTES:
+            reading = Call(self.gateway, request, None, exchange, size)
+            body = await reading.in_thread(decode, raw, self.decoder)
         else:
             body = decode(raw, self.decoder)
         if isinstance(body, RequestBody) and body.request_id is not None:
             exchange.request_id = checked_request_id(body.request_id)
-        return await self._handle(replace(call, body=body))
+        return await self._handle(Call(self.gateway, request, body, exchange, size))
 
     async def _handle(self, call: Call[Any]) -> Response:
         limit = call.time_left_s() if self.operation.body else None
@@ -176,21 +192,29 @@ class Endpoint:
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Awaits `work`, and cancels it if the client leaves before it is done.
 
+    The work is part of the task that waits: one of its own would take its turns of the event loop.
+
     Raises:
         ClientDisconnect: The client left.
     """
-    task = asyncio.create_task(work)
+    task = asyncio.current_task()
+    assert task is not None
     watch = asyncio.create_task(_disconnect(receive))
+    has_left = False
+
+    def leave(_: object) -> None:
+        nonlocal has_left
+        has_left = True
+        task.cancel()
+
+    watch.add_done_callback(leave)
     try:
-        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientDisconnect
+        return await work
     finally:
+        watch.remove_done_callback(leave)
         watch.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        if has_left and task.uncancel() == 0:  # else somebody else cancels the task too
+            raise ClientDisconnect
 
 
 async def _disconnect(receive: Receive) -> None:
@@ -200,7 +224,7 @@ async def _disconnect(receive: Receive) -> None:
 
 def new_request_id(given: str | None) -> str:
     """The id that a client sent in a header, if it is fit to be sent back, or a new one."""
-    return given if given and _is_fit(given) else f"req-{secrets.token_hex(12)}"
+    return given if given and _is_fit(given) else f"req-{os.urandom(12).hex()}"
 
 
 def checked_request_id(given: str) -> str:

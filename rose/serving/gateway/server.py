@@ -174,6 +174,7 @@ async def _serve_http(app: Starlette, door: Door, stop: asyncio.Event) -> None:
         log_level="warning",
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # nothing asks where a client is
         timeout_graceful_shutdown=DRAIN_LIMIT_S,
         timeout_keep_alive=75,
         backlog=2048,

@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 from rose.serving.client_api import EngineError
 from rose.serving.gateway.ascii_json import escaped
 from rose.serving.gateway.errors import ApiError, from_engine, shutting_down
-from rose.serving.gateway.gateway import Gateway
+from rose.serving.gateway.gateway import Gateway, Place
 from rose.serving.gateway.operation import unless_disconnected
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class EventStream(Response):
             ApiError: It failed before anything was sent.
             ClientDisconnect: The client left.
         """
-        with self._gateway.place():
+        with Place(self._gateway):
             await unless_disconnected(receive, self._run(send))
 
     async def _run(self, send: Send) -> None:

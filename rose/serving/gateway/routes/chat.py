@@ -26,7 +26,7 @@ async def chat(call: Call[ChatRequest]) -> Response:
 
     started = time.perf_counter()
     plan, output = await call.in_thread(prepare)
-    gateway.metrics.tokenized(model.name, started)
+    call.tokenized(model.name, started)
     return await respond(call, model, plan, output)
 
 

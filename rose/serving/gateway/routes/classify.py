@@ -44,7 +44,7 @@ async def classify(call: Call[ClassifyRequest]) -> Response:
     tokenizer = await model.tokenizer(call.gateway.pool)
     started = time.perf_counter()
     work = await call.in_thread(prepare_items, model.card, tokenizer, rules, items)
-    call.gateway.metrics.tokenized(model.name, started)
+    call.tokenized(model.name, started)
     answer = await run(call, body, model, work, list(items))
     rows = answer.scores.astype(np.float64)
     chances = probabilities(rows, facts.probabilities)

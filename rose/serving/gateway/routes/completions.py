@@ -30,7 +30,7 @@ async def completions(call: Call[CompletionRequest]) -> Response:
 
     started = time.perf_counter()
     plan, output = await call.in_thread(prepare)
-    gateway.metrics.tokenized(model.name, started)
+    call.tokenized(model.name, started)
     return await respond(call, model, plan, output)
 
 

@@ -1,6 +1,7 @@
 """POST /v1/contextualizedembeddings."""
 
 import time
+from functools import partial
 
 from starlette.responses import Response
 
@@ -27,19 +28,18 @@ async def contextual(call: Call[ContextualRequest]) -> Response:
     tokenizer = await model.tokenizer(gateway.pool)
     started = time.perf_counter()
     work = await call.in_thread(prepare_documents, body, card, tokenizer, gateway.settings)
-    gateway.metrics.tokenized(model.name, started)
+    call.tokenized(model.name, started)
     answer = await model.client.embed(
         work.ids,
         options,
         spans=work.spans,
         priority=body.priority or "online",
-        timeout_s=call.time_left_s(),
         trace=call.exchange.request_id,
     )
     counts = [len(spans) for spans in work.spans]
     check_finite(answer.vectors, counts)
     done = Embedded(model, Prepared(work.ids, 0, work.truncated), answer)
-    count(call, done)
+    call.exchange.afterwards.append(partial(count, call, done))
     as_base64 = body.encoding_format not in (None, "float")
     content = await call.in_thread(
         encode_documents, answer.vectors, counts, as_base64, model.name, done.usage

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -172,7 +173,6 @@ async def embed(
         outputs=outputs,
         queries=work.side == "query",
         priority=body.priority or "online",
-        timeout_s=call.time_left_s(),
         trace=call.exchange.request_id,
     )
     done = Embedded(model, work, answer, outputs)
@@ -180,7 +180,7 @@ async def embed(
         await call.in_thread(done.check_finite)
     else:
         done.check_finite()
-    count(call, done)
+    call.exchange.afterwards.append(partial(count, call, done))
     return done
 
 
@@ -193,7 +193,7 @@ async def _tokenized(
     arguments = (body, model.card, tokenizer, gateway.settings)
     short = is_short(body, card)
     work = prepare(*arguments) if short else await call.in_thread(prepare, *arguments)
-    gateway.metrics.tokenized(model.name, started)
+    call.tokenized(model.name, started)
     return work
 
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -52,7 +53,7 @@ async def score_pairs(
     tokenizer = await model.tokenizer(call.gateway.pool)
     started = time.perf_counter()
     work = await call.in_thread(prepare_pairs, card, tokenizer, rules, queries, documents)
-    call.gateway.metrics.tokenized(model.name, started)
+    call.tokenized(model.name, started)
     answer = await run(call, body, model, work, list(documents))
     raw = answer.scores[:, 0].astype(np.float64)
     facts = card.scoring
@@ -79,7 +80,6 @@ async def run(
             work.ids,
             work.segments,
             priority=body.priority or "online",
-            timeout_s=call.time_left_s(),
             trace=call.exchange.request_id,
         )
     except EngineError as error:
@@ -89,7 +89,7 @@ async def run(
         place = places[bad[0]]
         message = f"The model's score for '{place}' is not finite."
         raise ApiError(500, message, param=place, code="non_finite")
-    _count(call, model, work, answer)
+    call.exchange.afterwards.append(partial(_count, call, model, work, answer))
     return answer
 
 
