@@ -15,6 +15,7 @@
 #include "functions.h"
 #include "pool.h"
 #include "transpose.h"
+#include "workspace.h"
 
 namespace rose {
 namespace {
@@ -76,15 +77,9 @@ struct Call {
   }
 };
 
-// A thread's buffers, which only grow.
-struct Scratch {
-  std::vector<float> panels, queries, scores, sums, values, few_values;
+constexpr int64_t kCopiedValues = 256;  // rows at most, where they are copied for one block
 
-  static float* of(std::vector<float>& buffer, int64_t floats) {
-    if (static_cast<int64_t>(buffer.size()) < floats) buffer.resize(floats);
-    return buffer.data();
-  }
-};
+thread_local Workspace workspace;
 
 // Asks for `floats` of each of the rows from `position` on, as many as lie side by side, which come
 // cold from pages.
@@ -189,13 +184,12 @@ void copy_rows(const float* from, int64_t stride, int64_t count, int64_t dim, fl
 // Adds weights times values [begin, end) to the sums [rows][columns], columns a multiple of kWidth.
 void weigh_values(const Rows& values, int64_t begin, int64_t end, int64_t dim, int64_t floats,
                   const float* weights, int64_t ldw, int rows, float* sums, int64_t columns,
-                  Scratch& scratch) {
+                  float* copy) {
   for (int64_t key = begin; key < end;) {
     int64_t count = values.run(key, end), stride = values.stride;
     const float* from = values.at(key);
     if (dim != columns) {  // rows end within a panel
-      count = std::min<int64_t>(count, 256);
-      float* copy = Scratch::of(scratch.few_values, count * columns);
+      count = std::min<int64_t>(count, kCopiedValues);
       copy_rows(from, stride, count, dim, copy, columns);
       from = copy;
       stride = columns;
@@ -227,10 +221,13 @@ class Head {
     const int64_t begin = round_down(visible(spec_, cached_ + task_.first, keys_).begin);
     const int64_t end = visible(spec_, cached_ + task_.last - 1, keys_).end;
     width_ = round_down(end - begin + kWidth - 1);
-    panels_ = Scratch::of(scratch_.panels, width_ * dim);
-    queries_ = Scratch::of(scratch_.queries, kRows * dim);
-    scores_ = Scratch::of(scratch_.scores, kRows * width_);
-    sums_ = Scratch::of(scratch_.sums, kRows * columns_);
+    const int64_t copied = std::max(width_, kCopiedValues) * columns_;
+    workspace.start(width_ * dim + kRows * (dim + width_ + columns_) + copied);
+    panels_ = workspace.take(width_ * dim);
+    queries_ = workspace.take(kRows * dim);
+    scores_ = workspace.take(kRows * width_);
+    sums_ = workspace.take(kRows * columns_);
+    copied_ = workspace.take(copied);
     pack_keys(call_.rows(call_.k, call_.ldk, task_.sequence, kv_head_), begin, end, dim, wanted_,
               panels_);
     const Blocks blocks((task_.last - task_.first) * call_.group());
@@ -251,19 +248,18 @@ class Head {
   Rows values_{};
   int64_t values_dim_ = 0;  // floats of a row of `values_`
   float *panels_ = nullptr, *queries_ = nullptr, *scores_ = nullptr, *sums_ = nullptr;
-  static thread_local Scratch scratch_;
+  float* copied_ = nullptr;  // values
 
   // Puts values [begin, end) side by side, in rows that are whole panels.
   void pack_values(int64_t begin, int64_t end) {
-    float* packed = Scratch::of(scratch_.values, (end - begin) * columns_);
     for (int64_t key = begin; key < end;) {
       const int64_t count = values_.run(key, end);
       prefetch(values_, key + count, end, wanted_);
       copy_rows(values_.at(key), values_.stride, count, spec_.head_dim,
-                packed + (key - begin) * columns_, columns_);
+                copied_ + (key - begin) * columns_, columns_);
       key += count;
     }
-    values_ = {packed - begin * columns_, columns_, nullptr, 0};
+    values_ = {copied_ - begin * columns_, columns_, nullptr, 0};
     values_dim_ = columns_;
   }
 
@@ -293,7 +289,7 @@ class Head {
       folded[r] = powers(scores_ + r * width_, width, largest(folded[r]));
     std::fill(sums_, sums_ + rows * columns_, 0.0f);
     weigh_values(values_, begin, end, values_dim_, wanted_, scores_, width_, rows, sums_,
-                 columns_, scratch_);
+                 columns_, copied_);
     for (int r = 0; r < rows; ++r) {
       const int64_t token = start_ + query(row + r);
       float* to = call_.out + (token * spec_.num_heads + head(row + r)) * dim;
@@ -311,8 +307,6 @@ class Head {
     }
   }
 };
-
-thread_local Scratch Head::scratch_;
 
 }  // namespace
 }  // namespace rose

@@ -7,7 +7,6 @@
 // (integers.h), with the rows of x in 8 bits.
 #include <algorithm>
 #include <cstring>
-#include <memory>
 #include <type_traits>
 #include <vector>
 
@@ -16,6 +15,7 @@
 #include "functions.h"
 #include "integers.h"
 #include "pool.h"
+#include "workspace.h"
 
 namespace rose {
 namespace {
@@ -107,33 +107,22 @@ int64_t num_panels(const RoseLinear& w) {
   return ceil_div(w.outputs, w.gated ? kWidth / 2 : kWidth);
 }
 
-// Memory for coded rows; a thread keeps its own.
-class CodedMemory {
- public:
-  Coded take(int64_t rows, int64_t groups, bool is_signed) {
-    const int64_t count = rows * groups, bytes = count * (kGroup * sizeof(Code) + 8);
-    if (size_ < bytes || size_ > std::max<int64_t>(8 * bytes, kSmall)) {
-      memory_.reset();
-      memory_.reset(new float[ceil_div(bytes, 4)]);
-      size_ = bytes;
-    }
-    float* at = memory_.get();
-    return {reinterpret_cast<Code*>(at + 2 * count), at, at + count, groups, is_signed};
-  }
+thread_local Workspace coded_rows;
 
- private:
-  static constexpr int64_t kSmall = 1 << 22;
-  std::unique_ptr<float[]> memory_;
-  int64_t size_ = 0;
-};
-
-thread_local CodedMemory coded_memory;
+// Room for the codes of rows, good until this thread asks again.
+Coded make_coded(int64_t rows, int64_t groups, bool is_signed) {
+  const int64_t count = rows * groups, codes = count * kGroup * sizeof(Code) / sizeof(float);
+  coded_rows.start(2 * count + codes);
+  float* scales = coded_rows.take(count);
+  float* offsets = coded_rows.take(count);
+  return {reinterpret_cast<Code*>(coded_rows.take(codes)), scales, offsets, groups, is_signed};
+}
 
 Coded encode(const Job& job, int64_t rows, int threads) {
   constexpr int64_t kRowsOfTask = 16;
   const int64_t inputs = job.linear.inputs;
   const bool is_signed = job.linear.storage == kNibbles && Nibbles::kSigned;
-  const Coded coded = coded_memory.take(rows, num_groups(job.linear), is_signed);
+  const Coded coded = make_coded(rows, num_groups(job.linear), is_signed);
   const int64_t ns = static_cast<int64_t>(rows * inputs * kNsPerCode);
   parallel(threads, ceil_div(rows, kRowsOfTask), ns, [&](int64_t task) {
     const int64_t end = std::min(rows, (task + 1) * kRowsOfTask);

@@ -1,37 +1,12 @@
 // Whole layers in one call: between two calls from Python, caches go cold and threads fall asleep.
 #include <algorithm>
-#include <memory>
 
 #include "api.h"
+#include "workspace.h"
 
 namespace {
 
-// Memory for what a layer computes on its way. What was needed once is kept, unless it was far more.
-class Workspace {
- public:
-  void start(int64_t floats) {
-    if (size_ < floats || size_ > std::max<int64_t>(8 * floats, kSmall)) {
-      memory_.reset();
-      memory_.reset(new float[floats]);
-      size_ = floats;
-    }
-    used_ = 0;
-  }
-  float* take(int64_t floats) {
-    float* start = memory_.get() + used_;
-    used_ += floats;
-    return start;
-  }
-  int64_t used() const { return used_; }
-  void give_back(int64_t used) { used_ = used; }
-
- private:
-  static constexpr int64_t kSmall = 1 << 22;
-  std::unique_ptr<float[]> memory_;
-  int64_t size_ = 0, used_ = 0;
-};
-
-thread_local Workspace workspace;
+thread_local rose::Workspace workspace;
 
 // Projects, rotates and attends: from x [rows, channels] to out [rows, heads * dim].
 void attend(const RoseSelfAttention& layer, const RoseBatch& batch, const float* x, float* out) {
