@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rose.models.card import ChatTexts, EmbeddingCard, ModelCard
-from rose.models.output import check_output, finish
+from rose.models.output import finish
 from rose.runtime.build import ModelOptions, build
 from rose.runtime.embedding import EmbeddingRuntime
 from rose.runtime.errors import RequestError
@@ -20,7 +20,7 @@ from rose.serving.gateway.templates import TemplateError
 from rose.serving.gateway.tokenization import Tokenizer
 from rose.serving.local_chunks import ChunkMethods
 from rose.serving.local_completions import GenerateMethods
-from rose.serving.local_inputs import Ids, Text, as_list, checked_ids
+from rose.serving.local_inputs import Ids, Text, as_list, checked_ids, checked_output
 from rose.serving.local_rows import Progress, run_rows
 from rose.serving.local_scores import ScoreMethods
 from rose.serving.local_types import TypeMethods
@@ -275,11 +275,7 @@ def _check_options(
     facts: EmbeddingCard, dimensions: int | None, normalize: bool | None, output_dtype: OutputDtype
 ) -> EmbedOptions:
     options = EmbedOptions(dimensions=dimensions, normalize=normalize, output_dtype=output_dtype)
-    try:
-        check_output(options, facts.dimensions, facts.normalize, facts.quantizer)
-    except ValueError as error:  # it begins with the field's name
-        raise RequestError(str(error), str(error).partition(":")[0]) from None
-    return options
+    return checked_output(options, facts)
 
 
 def _finish(

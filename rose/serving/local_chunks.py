@@ -21,6 +21,7 @@ from rose.serving.gateway.contextual_schemas import ContextualRequest
 from rose.serving.gateway.embedding_input import options_of
 from rose.serving.gateway.settings import GatewaySettings
 from rose.serving.gateway.tokenization import Tokenizer
+from rose.serving.local_inputs import checked_output
 from rose.serving.local_outputs import FloatRows, run_outputs
 from rose.serving.local_ranking import check_texts, plainly
 from rose.serving.local_rows import Progress, in_order
@@ -86,7 +87,7 @@ class ChunkMethods:
         settings = GatewaySettings(max_inputs=max(1, sum(map(len, chunks))))
         with plainly():
             check_pooling(facts)
-            options = options_of(embedding_request(body), facts, settings)
+            options = checked_output(options_of(embedding_request(body), facts, settings), facts)
             work = prepare_documents(body, self._served.card, self._tokenizer, settings)
         rows = self._run_chunks(work, progress)
         finished = finish(rows, options, facts.normalize, facts.quantizer)

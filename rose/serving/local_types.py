@@ -19,6 +19,7 @@ from rose.serving.gateway.several_outputs import checked_types, engine_outputs
 from rose.serving.gateway.sparse_output import SparseRow, of_tokens, of_vocabulary, unused_ids
 from rose.serving.gateway.token_vectors import of_texts
 from rose.serving.gateway.tokenization import Tokenizer
+from rose.serving.local_inputs import Text, as_list, checked_output, plain_text
 from rose.serving.local_outputs import FloatRows, run_outputs
 from rose.serving.local_ranking import plainly
 from rose.serving.local_rows import Progress, in_order
@@ -61,7 +62,7 @@ class TypeMethods:
 
     def embed_types(
         self,
-        texts: str | Sequence[str] | Sequence[Sequence[int]],
+        texts: Text | Sequence[Text],
         output_types: Sequence[str],
         *,
         input_type: str | None = None,
@@ -76,7 +77,7 @@ class TypeMethods:
         """Embed texts, or lists of token ids, in several ways at once.
 
         Args:
-            texts: one text or a sequence of them, or of lists of token ids.
+            texts: one text, or one list of token ids, or a sequence of either.
             output_types: "dense", "sparse", "multi_vector": those of `card.embedding.outputs`.
             input_type: "query" or "document"; a late-interaction model needs to know.
             prompt_name: name of a prompt of the checkpoint that goes before each text.
@@ -95,7 +96,7 @@ class TypeMethods:
             NonFiniteError: the model computed NaN or infinity.
         """
         body = EmbeddingRequest(
-            input=[texts] if isinstance(texts, str) else [_plain(text) for text in texts],
+            input=[plain_text(f"input[{i}]", text) for i, text in enumerate(as_list(texts))],
             output_types=list(output_types),
             input_type=input_type,
             prompt_name=prompt_name,
@@ -119,6 +120,8 @@ class TypeMethods:
         with plainly():
             types = checked_types(body, facts, card.name)
             options = options_of(body, facts, settings)
+            if "dense" in types:
+                checked_output(options, facts)
             nothing = Prepared([], 0, 0)
             work = prepare(body, card, self._tokenizer, settings) if body.input else nothing
         return _Job(facts, types, options, work)
@@ -172,7 +175,3 @@ def _nothing(job: _Job) -> Embeddings:
         [] if "sparse" in job.types else None,
         [] if "multi_vector" in job.types else None,
     )
-
-
-def _plain(text: str | Sequence[int]) -> Any:  # noqa: ANN401 - as requests have it
-    return text if isinstance(text, str) else [int(token) for token in text]
