@@ -85,7 +85,7 @@ def _layer_types(reader: ConfigReader, layers: int) -> tuple[str, ...]:
     if stated is None:
         every = reader.size("global_attn_every_n_layers", 3)
         return tuple(SLIDING if index % every else FULL for index in range(layers))
-    if len(stated) < layers or not all(kind in _BASES for kind in stated):
+    if len(stated) < layers or not all(isinstance(k, str) and k in _BASES for k in stated):
         raise CheckpointError(
             f"{reader.file}: layer_types: one of {', '.join(_BASES)} for each of {layers} layers "
             f"is expected, found {stated}"

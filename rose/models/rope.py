@@ -261,7 +261,7 @@ def _rotary_dim(reader: ConfigReader, rope: ConfigReader, facts: RopeFacts) -> i
                 f"{source.file}: partial_rotary_factor: {share} is not supported by this "
                 "architecture, only 1.0"
             )
-        dim = int(facts.dim * share)
+        dim = int(min(facts.dim * share, 2 * facts.dim))
         if dim % 2 or not 0 < dim <= facts.dim:
             raise CheckpointError(
                 f"{source.file}: partial_rotary_factor: {share} of a head of {facts.dim} channels "

@@ -16,13 +16,15 @@ if TYPE_CHECKING:
     from rose.models.plan import Plan
 
 _LAYERS = ("num_hidden_layers", "n_layers", "n_layer")
+_EXPERTS = ("num_experts", "num_local_experts")
 _SIZES = (
-    *("vocab_size", "type_vocab_size", "num_labels", "num_experts", "head_dim"),
+    *("vocab_size", "type_vocab_size", "num_labels", "head_dim"),
     *("hidden_size", "dim", "n_embd", "intermediate_size", "moe_intermediate_size", "hidden_dim"),
     *("n_inner", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads"),
 )
 # More than any model has; for files that say nothing of their tensors before they are loaded.
 _MOST_LAYERS = 1000
+_MOST_EXPERTS = 4096  # more than any model has, too: of each there are some tensors a layer
 _LAYER_INDEX = re.compile(r"(?:^|\.)(?:layers?|h|blocks)\.(\d+)\.")
 _DTYPES = ("F64", "F32", "F16", "BF16")
 
@@ -38,6 +40,7 @@ def check_counts(reader: "ConfigReader", files: WeightFiles) -> None:
         _check_most(reader, files, _LAYERS, _MOST_LAYERS, "layers that ROSE expects at most")
     else:
         _check_most(reader, files, _LAYERS, len(names), "tensors")
+    _check_most(reader, files, _EXPERTS, _MOST_EXPERTS, "experts that ROSE expects at most")
     if headers:
         elements = max(header.elements for header in headers)
         _check_most(reader, files, _SIZES, elements, "elements of the largest tensor")

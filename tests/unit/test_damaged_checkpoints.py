@@ -1,6 +1,7 @@
 """Files of a checkpoint that are damaged, or odd in a way that only shows when they are used."""
 
 import io
+import json
 import struct
 
 import pytest
@@ -118,7 +119,41 @@ def test_half_a_character_is_refused_before_it_is_sent(folder, prompts):
         load(folder)
 
 
+def test_half_a_character_is_no_path(folder):
+    (folder / "modules.json").write_text(r'[{"type": "x.Transformer", "path": "\ud800"}]')
+    with pytest.raises(CheckpointError, match=r"modules\.json: malformed JSON: .*surrogates"):
+        load(folder)
+
+
 def test_whole_characters_may_be_written_in_halves(folder):
     text = r'{"prompts": {"query": "\ud83e\udd99 "}}'
     (folder / "config_sentence_transformers.json").write_text(text)
     assert load(folder).card.embedding.prompts == {"query": "\U0001f999 "}
+
+
+@pytest.mark.parametrize("kind", ["bert", "qwen3_moe"])
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+def test_experts_without_end_are_refused_before_they_are_made(folder, tmp_path, kind, key):
+    if kind == "qwen3_moe":
+        folder = tiny.save_decoder(tmp_path / "moe", kind)
+    tiny.edit_json(folder / "config.json", **{key: 10**6})
+    with pytest.raises(CheckpointError, match=rf"{key}: 1000000 is more than the 4096 experts"):
+        load(folder)
+
+
+def test_numbers_of_channels_that_are_no_numbers_are_refused(tmp_path):
+    folder = tiny.save_decoder(tmp_path / "model", "phi3")
+    config = json.loads((folder / "config.json").read_text())
+    rope = config["rope_parameters"] | {"partial_rotary_factor": 1e308}
+    tiny.edit_json(folder / "config.json", rope_parameters=rope)
+    with pytest.raises(CheckpointError, match=r"partial_rotary_factor: 1e\+308 of a head"):
+        load(folder)
+
+
+@pytest.mark.parametrize("kind", [[], {}, 5, None])
+def test_types_of_layers_are_names(tmp_path, kind):
+    folder = tiny.save_encoder(tmp_path / "model", "modernbert")
+    types = json.loads((folder / "config.json").read_text())["layer_types"]
+    tiny.edit_json(folder / "config.json", layer_types=[*types[:-1], kind])
+    with pytest.raises(CheckpointError, match="layer_types: one of"):
+        load(folder)

@@ -229,7 +229,7 @@ def test_malformed_module_entries(folder, entry):
         plan_checkpoint(folder)
 
 
-NOT_WITHIN = ["../secret", "/etc", "a/../../b", "a\0b", "\ud800"]
+NOT_WITHIN = ["../secret", "/etc", "a/../../b", "a\0b"]
 
 
 @pytest.mark.parametrize("path", NOT_WITHIN)
