@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,8 @@ import torch
 from rich.progress import Progress
 
 from rose import Engine
+from rose.kernels.cpu.gemm import PackedMatrix
+from rose.kernels.cpu.library import load_library
 from tools.references import linear_shapes, sentence_transformer
 from tools.report import MODELS, Report, add_output_options, beside, cores
 from tools.texts import cosines, near_one, skewed_lengths, text_of_tokens
@@ -38,29 +41,35 @@ class Contender:
 
 
 class GemmLimit:
-    """The fastest of the model's matrix products, as multiplications a second."""
+    """The fastest matrix product of torch's and of ROSE's, as operations a second."""
 
     def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
         """Measure `shapes`, (inputs, outputs) of the linear layers, those of a kind once."""
         self.flops_per_token = sum(2 * inputs * outputs for inputs, outputs in shapes)
-        self._operands = [
-            (torch.randn(rows, inputs), torch.randn(inputs, outputs), torch.empty(rows, outputs))
-            for inputs, outputs in sorted(set(shapes))
-            for rows in GEMM_ROWS
-        ]
+        library = load_library()
+        self._products: list[tuple[int, Callable[[], object]]] = []
+        for inputs, outputs in sorted(set(shapes)):
+            weight = torch.randn(outputs, inputs)
+            packed = PackedMatrix(library, weight) if library else None
+            for rows in GEMM_ROWS:
+                x, y = torch.randn(rows, inputs), torch.empty(rows, outputs)
+                flops = 2 * rows * inputs * outputs
+                self._products.append((flops, partial(torch.mm, x, weight.T.contiguous(), out=y)))
+                if packed is not None:
+                    self._products.append((flops, partial(packed, x)))
 
     def measure(self) -> float:
-        """Return floating-point operations a second of the best shape, right now."""
-        return max(self._rate(*operands) for operands in self._operands)
+        """Return floating-point operations a second of the best product, right now."""
+        return max(flops / self._seconds(product) for flops, product in self._products)
 
-    def _rate(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> float:
+    def _seconds(self, product: Callable[[], object]) -> float:
         times = []
         end = time.perf_counter() + GEMM_SECONDS
         while time.perf_counter() < end or len(times) < 3:
             began = time.perf_counter()
-            torch.mm(a, b, out=out)
+            product()
             times.append(time.perf_counter() - began)
-        return 2 * a.shape[0] * a.shape[1] * b.shape[1] / float(np.median(times))
+        return float(np.median(times))
 
 
 def load_texts(options: argparse.Namespace, tokens_of: Callable[[str], int]) -> list[str]:
