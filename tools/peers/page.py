@@ -237,14 +237,14 @@ def add_limits(report: Report, outcomes: dict[str, Outcome]) -> None:
     report.table("The machine: float32 matrix products, and reading memory", columns, rows)
     if rows:
         report.notes.append(
-            "The machine's limit is the slower of the linear layers' multiplications at the best "
-            "rate of any matrix product, torch's or ROSE's, and of reading the weights once (once "
-            "a step when decoding) at the best rate of reading memory, both of the same run. "
-            "Attention and everything else are not in it. MiniLM's weights count 4 bytes, "
-            "SmolLM2's the 2 that the checkpoint stores. What was measured while others had more than a tenth of the "
-            "cores was measured again, up to three times, and the quietest was kept. Decoding "
-            "times hold the prefill of the prompts; the memory of a server is that of its whole "
-            "process tree, shared pages counted once."
+            "The machine's limit is the slower of the linear layers' multiplications at the "
+            "best rate of any matrix product, torch's or ROSE's, and of reading the weights "
+            "once (once a step when decoding) at the best rate of reading memory, both of the "
+            "same run. Attention and everything else are not in it. MiniLM's weights count 4 "
+            "bytes, SmolLM2's the 2 that the checkpoint stores. What was measured while others "
+            "had more than a tenth of the cores was measured again, up to three times, and the "
+            "quietest was kept. Decoding times hold the prefill of the prompts; the memory of a"
+            " server is that of its whole process tree, shared pages counted once."
         )
 
 
