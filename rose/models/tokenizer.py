@@ -41,16 +41,27 @@ def read_tokenizer_json(folder: CheckpointFolder) -> bytes:
         CheckpointError: there is no tokenizer.json and none can be built, or it is damaged, or
             fails on some texts.
     """
-    tokenizer = _load_tokenizer(folder)
+    return load_tokenizer(folder).to_str().encode()
+
+
+def load_tokenizer(folder: CheckpointFolder) -> Tokenizer:
+    """Return what `read_tokenizer_json` writes; the same errors."""
+    tokenizer = _open_tokenizer(folder)
     _check_any_text(tokenizer, folder)
     _apply_bert_options(tokenizer, folder)
     _add_tokens(tokenizer, folder)
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return tokenizer.to_str().encode()
+    return tokenizer
 
 
-def _load_tokenizer(folder: CheckpointFolder) -> Tokenizer:
+def lowercases(tokenizer: Tokenizer) -> bool:
+    """Return whether a tokenizer makes no difference between large and small letters."""
+    normalizer = tokenizer.normalizer
+    return normalizer is not None and "K" not in normalizer.normalize_str("a Kite")
+
+
+def _open_tokenizer(folder: CheckpointFolder) -> Tokenizer:
     text = folder.text(TOKENIZER_FILE)
     if text is None:
         return _build_tokenizer(folder)

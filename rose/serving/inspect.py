@@ -1,5 +1,6 @@
 """Shows what ROSE reads from a checkpoint and will do with it. Loads no weights."""
 
+import math
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -8,15 +9,24 @@ from typing import TYPE_CHECKING, Any
 from rose.models.config import CONFIG_FILE, CheckpointFolder, Setting
 from rose.models.generation import GENERATION_CONFIG, SAMPLING, read_generation_card
 from rose.models.plan import Plan, plan_checkpoint
-from rose.models.quantized import check_tasks, choose_quantization
+from rose.models.quantized import (
+    MINIMA,
+    SCALES,
+    check_tasks,
+    choose_quantization,
+    plain_shape,
+)
 from rose.models.recipe_modules import DenseModule, LayerNormModule
-from rose.models.tokenizer import TOKENIZER_CONFIG, read_tokenizer_card, read_tokenizer_json
+from rose.models.tokenizer import TOKENIZER_CONFIG, load_tokenizer, lowercases, read_tokenizer_card
 from rose.models.weight_checks import check_headers
 from rose.models.weight_files import TensorHeader, WeightFiles, find_weight_files, read_headers
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from tokenizers import Tokenizer
+
+LOWER_CASE = "do_lower_case"  # how it is called by the files that have it
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +48,8 @@ class Report:
     """What there is to know of a checkpoint before it is loaded.
 
     `dimensions` is the width of a vector, None for a model that does not embed. `parameters` counts
-    the elements of all tensors, None for PyTorch files.
+    the elements of all tensors, of rounded weights those of the matrices that they stand for; None
+    for PyTorch files.
     """
 
     path: str
@@ -66,7 +77,7 @@ def inspect_checkpoint(
         ValueError: the quantization does not fit the model.
     """
     plan = plan_checkpoint(path, max_model_len=max_model_len, tasks=tasks or None)
-    read_tokenizer_json(plan.core)
+    tokenizer = load_tokenizer(plan.core)
     check_headers(plan)
     _check_weights(plan)
     check_tasks(choose_quantization(plan, quantization), plan.tasks)
@@ -78,9 +89,14 @@ def inspect_checkpoint(
         tasks=plan.tasks,
         max_model_len=plan.max_model_len,
         dimensions=plan.recipe.dimensions(plan.config.hidden_size) if plan.recipe else None,
-        parameters=sum(h.elements for h in headers) if all(f.safetensors for f in files) else None,
+        parameters=_parameters(plan, headers) if all(f.safetensors for f in files) else None,
         weights=[_weight_file(plan, f, path, headers) for f in files for path in f.paths],
-        settings=[*plan.settings, *_generation_settings(plan), *_tokenizer_settings(plan)],
+        settings=[
+            *(setting for setting in plan.settings if setting.name != LOWER_CASE),
+            _letter_case(plan, tokenizer),
+            *_generation_settings(plan),
+            *_tokenizer_settings(plan),
+        ],
         warnings=plan.warnings,
     )
 
@@ -116,6 +132,21 @@ def _weight_file(
         return WeightFile(name, size, None, None)
     own = [header for header in headers if header.file == path]
     return WeightFile(name, size, len(own), dict(Counter(header.dtype for header in own)))
+
+
+def _parameters(plan: Plan, headers: list[TensorHeader]) -> int:
+    """Count the numbers of the model, not the scales and minima of those that are rounded."""
+    if plan.quantization is None:
+        return sum(header.elements for header in headers)
+    own = (header for header in headers if not header.name.endswith((SCALES, MINIMA)))
+    return sum(math.prod(plain_shape(h.name, h.shape, h.dtype)) for h in own)
+
+
+def _letter_case(plan: Plan, tokenizer: "Tokenizer") -> Setting:
+    """Say whether texts are put into lower case: by their own setting, or by the tokenizer."""
+    before = [setting for setting in plan.settings if setting.name == LOWER_CASE and setting.value]
+    by_tokenizer = Setting(LOWER_CASE, lowercases(tokenizer), "the tokenizer's normalizer")
+    return next(iter(before), by_tokenizer)
 
 
 def _generation_settings(plan: Plan) -> list[Setting]:

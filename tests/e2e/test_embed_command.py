@@ -239,7 +239,7 @@ def test_truncation_is_reported(model, engine, capsys):
     texts = ["red", " ".join(["tea"] * 60)]
     write_lines("a.txt", texts)
     assert embed(model, "a.txt", "--truncate", "-o", "a.npy") == 0
-    assert capsys.readouterr().out == "a.npy: 2 texts, 43 tokens; 1 texts were cut to 40 tokens\n"
+    assert capsys.readouterr().out == "a.npy: 2 texts, 43 tokens; 1 text was cut to 40 tokens\n"
     assert close(np.load("a.npy"), engine.embed(texts, truncate=True))
 
 

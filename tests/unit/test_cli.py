@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,8 @@ from rose.serving.offline.generate import GenerateFile
 from rose.serving.offline.rerank import RerankFile
 from tests.tiny import copy, edit_json, save_bert, save_decoder
 
-COMMANDS = typer.main.get_command(cli.app).commands
+ROOT = typer.main.get_command(cli.app)
+COMMANDS = ROOT.commands
 HEAVY = {"torch", "pyarrow", "tokenizers", "numpy", "starlette", "zmq", "safetensors"}
 
 
@@ -62,6 +64,27 @@ def test_every_command_and_option_is_explained(name, capsys):
     command = COMMANDS[name]
     assert command.help
     assert [p.name for p in command.params if not p.hidden and not p.help] == []
+
+
+def commands(command, path=()):
+    """Every command with its names, those of `rose bench` too."""
+    yield path, command
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from commands(inner, (*path, name))
+
+
+@pytest.mark.parametrize(
+    ("path", "command"),
+    [pytest.param(*each, id=" ".join(each[0])) for each in commands(ROOT)],
+)
+def test_no_name_of_an_option_is_cut_in_a_narrow_terminal(path, command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert rose(*path, "--help") == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) == 80
+    names = [name for p in command.params if not p.hidden for name in (*p.opts, *p.secondary_opts)]
+    options = [name for name in names if name.startswith("-")]
+    assert [name for name in options if not re.search(rf"(?<!\S){name}(?![-\w])", shown)] == []
 
 
 def test_embed_teaches_by_example(capsys):
@@ -189,6 +212,37 @@ def test_inspect_tells_of_the_weights(bert, capsys):
     assert file["bytes"] == (bert / "model.safetensors").stat().st_size
     assert file["dtypes"] == {"F32": file["tensors"]}
     assert report["parameters"] * 4 < file["bytes"] < report["parameters"] * 4 + 10_000
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_inspect_counts_no_scales(tmp_path, capsys, quantization):
+    path = save_decoder(tmp_path / "llm", "qwen3")
+    whole = report_of(path, capsys)["parameters"]
+    rounded = tmp_path / "rounded"
+    cli.app(
+        ["convert", str(path), str(rounded), "--quantization", quantization], standalone_mode=False
+    )
+    capsys.readouterr()
+    assert report_of(rounded, capsys)["parameters"] == whole
+
+
+@pytest.mark.parametrize(
+    ("before", "normalizer", "shown"),
+    [
+        (None, True, (True, "the tokenizer's normalizer")),
+        (False, True, (True, "the tokenizer's normalizer")),
+        (False, False, (False, "the tokenizer's normalizer")),
+        (True, False, (True, "sentence_bert_config.json")),
+    ],
+)
+def test_inspect_says_what_becomes_of_capitals(bert, tmp_path, capsys, before, normalizer, shown):
+    path = add_recipe(copy(bert, tmp_path / "st"))
+    settings = {} if before is None else {"do_lower_case": before}
+    edit_json(path / "sentence_bert_config.json", max_seq_length=30, **settings)
+    options = {"tokenizer_class": "BertTokenizer", "do_lower_case": normalizer}
+    edit_json(path / "tokenizer_config.json", **options)
+    found = [s for s in report_of(path, capsys)["settings"] if s["name"] == "do_lower_case"]
+    assert [(s["value"], s["source"]) for s in found] == [shown]
 
 
 def test_inspect_follows_the_recipe(bert, tmp_path, capsys):

@@ -10,6 +10,7 @@ from rose.runtime.options import OutputDtype
 from rose.serving.commands.file_flags import BatchFlags, WorkFlags
 from rose.serving.commands.flags import as_arguments, spread
 from rose.serving.commands.options import LogLevel, Model
+from rose.serving.offline.wording import counted
 
 if TYPE_CHECKING:
     from rose.serving.offline.embed import Summary
@@ -134,7 +135,8 @@ def embed(
 
 
 def _describe(output: Path, summary: "Summary") -> str:
-    line = f"{output}: {summary.texts:,} texts, {summary.tokens:,} tokens"
+    line = f"{output}: {counted(summary.texts, 'text')}, {counted(summary.tokens, 'token')}"
     if summary.cut:
-        line += f"; {summary.cut:,} texts were cut to {summary.limit:,} tokens"
+        cut = counted(summary.cut, "text was", "texts were")
+        line += f"; {cut} cut to {counted(summary.limit, 'token')}"
     return line

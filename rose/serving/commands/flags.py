@@ -117,16 +117,18 @@ class GatewayFlags:
             parser=size, metavar="SIZE", help="Largest request body.", show_default="32MiB"
         ),
     ] = _SETTINGS.max_body_bytes
-    max_inputs: Annotated[int, typer.Option(min=1, help="Most texts of one request.")] = (
-        _SETTINGS.max_inputs
-    )
+    max_inputs: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Most texts of one request.")
+    ] = _SETTINGS.max_inputs
     max_concurrent_requests: Annotated[
-        int, typer.Option(min=1, help="Requests at one time; what is more gets 429.")
+        int,
+        typer.Option(min=1, metavar="N", help="Requests at one time; what is more gets 429."),
     ] = _SETTINGS.max_concurrent_requests
     tokenizer_threads: Annotated[
         int | None,
         typer.Option(
             min=1,
+            metavar="N",
             help="Threads that parse, tokenise and encode.",
             show_default="2 to 8, as many as there are CPUs",
         ),

@@ -9,6 +9,7 @@ import typer
 from rose.serving.commands.file_flags import ModelFlags, WorkFlags
 from rose.serving.commands.flags import as_arguments, spread
 from rose.serving.commands.options import KvCacheMemory, LogLevel, MaxNumSeqs, Model
+from rose.serving.offline.wording import counted
 
 if TYPE_CHECKING:
     from rose.serving.offline.generate import Summary
@@ -198,9 +199,9 @@ def generate(
 
 def _describe(output: Path, summary: "Summary") -> str:
     line = (
-        f"{output}: {summary.rows:,} rows, {summary.prompt_tokens:,} tokens in, "
-        f"{summary.completion_tokens:,} tokens out"
+        f"{output}: {counted(summary.rows, 'row')}, {counted(summary.prompt_tokens, 'token')} in, "
+        f"{counted(summary.completion_tokens, 'token')} out"
     )
     if summary.errors:
-        line += f"; {summary.errors:,} rows have an error instead of a text"
+        line += f"; {counted(summary.errors, 'row has', 'rows have')} an error instead of a text"
     return line

@@ -70,7 +70,8 @@ RankByCosine = Annotated[
     ),
 ]
 RequestTimeout = Annotated[
-    float, typer.Option(min=0.001, help="Seconds until an unanswered request ends with 504.")
+    float,
+    typer.Option(min=0.001, metavar="S", help="Seconds until an unanswered request ends with 504."),
 ]
 Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="Bit-equal vectors whatever else is in the batch.")

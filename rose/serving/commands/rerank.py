@@ -9,6 +9,7 @@ import typer
 from rose.serving.commands.file_flags import BatchFlags, WorkFlags
 from rose.serving.commands.flags import as_arguments, spread
 from rose.serving.commands.options import LogLevel, Model
+from rose.serving.offline.wording import counted
 
 if TYPE_CHECKING:
     from rose.serving.offline.rerank import Summary
@@ -107,6 +108,9 @@ def rerank(
 ) -> None:
     """Rank documents by a query.
 
+    The command is the task: what can rank does, an LLM too, which `rose serve`
+    lets rank only with --task score.
+
     For example, the nine lines of a file that answer a question best:
 
     [bold]rose rerank ./my-ranker lines.txt --query "who keeps bees?" --top-n 9 -o best.jsonl[/bold]
@@ -141,6 +145,11 @@ def rerank(
 
 
 def _describe(output: Path, summary: "Summary") -> str:
-    queries = "1 query" if summary.queries == 1 else f"{summary.queries:,} queries"
-    line = f"{output}: {queries}, {summary.documents:,} documents, {summary.tokens:,} tokens"
-    return f"{line}; {summary.truncated:,} tokens were cut" if summary.truncated else line
+    parts = (
+        counted(summary.queries, "query", "queries"),
+        counted(summary.documents, "document"),
+        counted(summary.tokens, "token"),
+    )
+    line = f"{output}: {', '.join(parts)}"
+    cut = counted(summary.truncated, "token was", "tokens were")
+    return f"{line}; {cut} cut" if summary.truncated else line

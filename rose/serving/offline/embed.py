@@ -26,6 +26,7 @@ from rose.serving.offline.outputs import Output, WriteChunk, output_for
 from rose.serving.offline.partial import DoneChunk, Partial, open_partial
 from rose.serving.offline.progress import Display, Meter
 from rose.serving.offline.sources import Source, open_source
+from rose.serving.offline.wording import counted
 
 if TYPE_CHECKING:
     from rose.serving.local import EncodedTexts, Engine
@@ -142,7 +143,8 @@ def _check_truncation(job: EmbedFile, partial: Partial) -> None:
     cut = sum(chunk.cut for chunk in partial.chunks)
     if cut and not job.truncate:
         raise OutputError(
-            f"{partial.folder} was begun with --truncate and {cut:,} texts were cut. "
+            f"{partial.folder} was begun with --truncate and "
+            f"{counted(cut, 'text was', 'texts were')} cut. "
             "Give it again to go on, or --restart to begin afresh."
         )
 

@@ -40,6 +40,7 @@ from rose.serving.offline.partial import DoneChunk, Partial, open_partial
 from rose.serving.offline.progress import Display, Meter
 from rose.serving.offline.prompts import Chat, make_prompt, read_schema
 from rose.serving.offline.sources import Row, Source, open_source
+from rose.serving.offline.wording import counted
 
 if TYPE_CHECKING:
     from rose.serving.local import Engine
@@ -217,8 +218,8 @@ class _Run:
         if self._job.strict and self._summary.errors:
             raise OutputError(
                 f"{self._partial.folder} was begun without --strict and has "
-                f"{self._summary.errors:,} rows with an error. Leave it out to go on, or begin "
-                "afresh with --restart."
+                f"{counted(self._summary.errors, 'row')} with an error. Leave it out to go on, "
+                "or begin afresh with --restart."
             )
         self._meter.texts_before = len(self._done)
 

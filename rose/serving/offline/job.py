@@ -9,6 +9,7 @@ from rose.models.plan import Plan, fingerprint
 from rose.serving.inspect import module_weights
 from rose.serving.offline.errors import OutputError, StoppedError
 from rose.serving.offline.partial import Partial
+from rose.serving.offline.wording import counted
 
 
 def check_output(path: Path, *, force: bool) -> None:
@@ -42,7 +43,8 @@ def resumable(partial: Partial) -> Iterator[None]:
         if not partial.chunks:
             raise StoppedError("stopped before a first part was done: nothing is kept") from None
         raise StoppedError(
-            f"stopped: {partial.rows:,} texts are done and kept in {partial.folder}; "
+            f"stopped: {counted(partial.rows, 'text is', 'texts are')} done and kept in "
+            f"{partial.folder}; "
             "the same command goes on from there"
         ) from None
 

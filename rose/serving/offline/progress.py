@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, TextIO
 
+from rose.serving.offline.wording import counted
+
 PLAIN_INTERVAL_S = 10.0
 BAR_REFRESHES_PER_S = 4
 
@@ -44,7 +46,7 @@ class Meter:
         """Say it in words."""
         elapsed = max(now - self.began, 1e-9)
         parts = [
-            f"{self.texts_before + self.texts:,} texts",
+            counted(self.texts_before + self.texts, "text"),
             f"{_rate(self.texts / elapsed)} texts/s",
             f"{_rate(self.tokens / elapsed)} tokens/s",
         ]
