@@ -7,7 +7,11 @@ MODELS ?= .models
 PORT ?= 8000
 # A line for each package and a bar while it comes; `make PIP=--quiet` says nothing.
 PIP ?= --progress-bar on
+# Processes that share out the tests, by file; `make WORKERS=0` is plain `python -m pytest`.
+WORKERS ?= 2
 export VENV
+# The servers of the tests start quickly only where Python keeps what it has compiled.
+unexport PYTHONDONTWRITEBYTECODE
 bin := $(VENV)/bin
 
 .PHONY: help serve test install install-dev models test-models check clean
@@ -19,7 +23,7 @@ serve: install models  ## serve the demo models on http://127.0.0.1:$(PORT)
 	$(bin)/rose serve $(MODELS)/all-MiniLM-L6-v2 $(MODELS)/SmolLM2-135M-Instruct --port $(PORT)
 
 test: install-dev test-models check  ## run every check and test
-	$(bin)/python -m pytest
+	$(bin)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 install: $(VENV)/.installed  ## make the virtual environment with ROSE and the demo extra
 

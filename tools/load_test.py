@@ -101,14 +101,14 @@ class Load:
     wall_s: float = 0.0
 
 
-async def learn(http: httpx.AsyncClient, model: str, seed: int) -> Known:
-    """Ask for the vector of every text of the pool, alone and one after another."""
+async def learn(http: httpx.AsyncClient, model: str, seed: int, pool: int = POOL) -> Known:
+    """Ask for the vectors of a pool of texts, alone and one after another."""
     listed = (await http.get("/v1/models")).raise_for_status().json()["data"]
     facts = {item["id"]: item for item in listed}[model]
     texts, ids, rows = [], [], []
-    for text in mixed_texts(2 * POOL, seed, most_words=100):
+    for text in mixed_texts(2 * pool, seed, most_words=100):
         tokens = await _post(http, "/tokenize", {"model": model, "prompt": text})
-        if len(tokens["tokens"]) > facts["max_model_len"] or len(texts) == POOL:
+        if len(tokens["tokens"]) > facts["max_model_len"] or len(texts) == pool:
             continue
         answer = await _post(http, "/v1/embeddings", {"model": model, "input": text})
         row = np.array(answer["data"][0]["embedding"], np.float32)
@@ -204,6 +204,7 @@ async def attack(
     requests: int,
     clients: int,
     seed: int = 0,
+    pool: int = POOL,
     progress: Progress | None = None,
 ) -> Load:
     """Send `requests` from `clients` that each wait for an answer before they send again.
@@ -212,10 +213,11 @@ async def attack(
         url: Of a server on this machine, without a path.
         model: Name of an embedder that it serves.
         seed: Other texts and requests.
+        pool: Different texts.
     """
     limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
     async with httpx.AsyncClient(base_url=url, limits=limits, timeout=120) as http:
-        known = await learn(http, model, seed)
+        known = await learn(http, model, seed, pool)
         limit = (await http.get("/v1/models")).json()["data"]
         max_len = next(item["max_model_len"] for item in limit if item["id"] == model)
         mistakes = embedding_mistakes(model, known.width, max_len)
@@ -296,7 +298,14 @@ def main() -> int:
 def _run(report: Report, server: RunningServer, model: str, options: argparse.Namespace) -> None:
     with Progress(transient=True) as progress, MemoryWatch(server.pid) as memory:
         load = asyncio.run(
-            attack(server.url, model, options.requests, options.clients, options.seed, progress)
+            attack(
+                server.url,
+                model,
+                options.requests,
+                options.clients,
+                options.seed,
+                progress=progress,
+            )
         )
     summarise(report, load, memory, server, options.requests)
 

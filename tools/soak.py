@@ -30,6 +30,7 @@ from tools.generation import (
     read_answer,
     read_stream,
 )
+from tools.load_test import POOL as TEXTS
 from tools.load_test import Known, draw_request, learn, loopback_url, summarise_server
 from tools.mistakes import Mistake, embedding_mistakes, generation_mistakes
 from tools.report import MODELS, Report, add_output_options
@@ -154,6 +155,7 @@ async def soak(
     clients: int,
     seed: int = 0,
     prompts: int = POOL,
+    pool: int = TEXTS,
     progress: Progress | None = None,
 ) -> tuple[Found, Metrics, Metrics]:
     """Learn, soak, and wait for the counters to come back.
@@ -165,12 +167,13 @@ async def soak(
         clients: That send at once, each its next request when the one before has ended.
         seed: Other texts and requests.
         prompts: Different ones.
+        pool: Different texts to embed.
 
     Returns:
         What the clients saw, and the server's metrics before and after.
     """
     async with _client(url, clients) as http:
-        target = await learn_target(http, models, seed, prompts)
+        target = await learn_target(http, models, seed, prompts, pool)
     before = await idle_metrics(url)
     async with _client(url, clients) as http:
         attacker = Soak(http, target, seed)
@@ -196,13 +199,13 @@ def _client(url: str, clients: int) -> httpx.AsyncClient:
 
 
 async def learn_target(
-    http: httpx.AsyncClient, models: tuple[str, str], seed: int, prompts: int
+    http: httpx.AsyncClient, models: tuple[str, str], seed: int, prompts: int, pool: int = TEXTS
 ) -> Target:
     """Ask for the vectors and texts that are right, of an embedder and an LLM, one by one."""
     embedder, llm = models
     listed = (await http.get("/v1/models")).raise_for_status().json()["data"]
     limits = {item["id"]: item["max_model_len"] for item in listed}
-    vectors = await learn(http, embedder, seed)
+    vectors = await learn(http, embedder, seed, pool)
     mistakes = [
         *embedding_mistakes(embedder, vectors.width, limits[embedder]),
         *generation_mistakes(llm, limits[llm]),

@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,19 +12,15 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.ports import free_port
+
 MODELS = Path(__file__).parents[2] / ".models"
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Server:
     """A `rose serve` process and what it wrote."""
 
-    def __init__(self, *arguments, log):
+    def __init__(self, *arguments, log, threads=1):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log_path = log
@@ -38,8 +33,9 @@ class Server:
             "--port",
             str(self.port),
         ]
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         with log.open("wb") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=output)
+            self.process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
 
     @property
     def log(self):

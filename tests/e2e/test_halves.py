@@ -11,7 +11,7 @@ import time
 import httpx
 import pytest
 
-from tests.e2e.conftest import free_port
+from tests.ports import free_port
 from tests.tiny import edit_json, save_bert, save_decoder
 
 

@@ -1,7 +1,5 @@
 """An engine that listens beyond loopback, and gateways with the right and the wrong keys."""
 
-import socket
-
 import httpx
 
 from rose.serving.curve import make_keys
@@ -16,14 +14,9 @@ from tests.e2e.test_halves import (
     wait_for_log,
     wait_until,
 )
+from tests.ports import free_port
 
 __all__ = ["bert", "run"]  # fixtures
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("0.0.0.0", 0))
-        return probe.getsockname()[1]
 
 
 def start_keyed_gateway(run, address, keys):
@@ -36,7 +29,7 @@ def test_only_a_gateway_with_the_right_key_is_served(run, bert, tmp_path):
     make_keys(tmp_path / "keys")
     make_keys(tmp_path / "other")
     (tmp_path / "other" / "engine.key").write_bytes((tmp_path / "keys" / "engine.key").read_bytes())
-    port = free_port()
+    port = free_port("0.0.0.0")
     refused = start_engine(run, bert, f"tcp://0.0.0.0:{port}")
     assert refused.wait(60) == 1
     assert "rose keys FOLDER" in refused.log.read_text()

@@ -19,7 +19,7 @@ REQUESTS, CLIENTS = 300, 16
 def test_good_requests_get_their_vectors_and_bad_ones_their_errors(server):
     tree = RunningServer(server.url, server.process.pid, server.log_path)
     with MemoryWatch(tree.pid, interval_s=0.1) as memory:
-        load = asyncio.run(attack(server.url, MODEL, REQUESTS, CLIENTS))
+        load = asyncio.run(attack(server.url, MODEL, REQUESTS, CLIENTS, pool=80))
     assert load.faults == []
     assert (load.good, load.bad) == (REQUESTS * 9 // 10, REQUESTS // 10)
     assert tree.troubles() == []
@@ -51,7 +51,7 @@ def test_every_mistake_is_refused_by_its_field(server):
 
 def test_nothing_is_left_of_requests_that_are_cancelled(server):
     found, _, after = asyncio.run(
-        soak(server.url, (MODEL, LLM), requests=60, clients=12, prompts=8)
+        soak(server.url, (MODEL, LLM), requests=60, clients=12, prompts=8, pool=30)
     )
     assert found.faults == []
     assert found.total == 60

@@ -47,7 +47,7 @@ def folder(minilm, tmp_path_factory):
 def rankers(folder, tmp_path_factory):
     log = tmp_path_factory.mktemp("rankers") / "log"
     models = [folder / "cross-encoder", folder / "qwen"]
-    server = Server(*models, "--task", "score", "--dtype", "float32", log=log)
+    server = Server(*models, "--task", "score", "--dtype", "float32", log=log, threads=2)
     try:
         yield server.wait_ready()
     finally:

@@ -1,5 +1,6 @@
 """Pairs of texts: the same ids and segments as transformers, cut as it cuts them."""
 
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,7 @@ TOKENIZERS = {
 REAL = ["all-MiniLM-L6-v2", "multilingual-e5-small", "SmolLM2-135M-Instruct"]
 
 
+@functools.cache  # they are large; whoever uses one says where it cuts
 def real(name):
     if not (MODELS / name).exists():
         pytest.skip("needs the demo models: make models")
@@ -68,8 +70,14 @@ def card(**changes) -> ModelCard:
     )
 
 
+@functools.cache
+def served(tokenizer_json):
+    return Tokenizer.from_card(card(), tokenizer_json.encode())
+
+
 def encode(reference, pairs, tokens=4096, *, cut=False, side="right", **rules):
-    tokenizer = Tokenizer.from_card(card(), reference.backend_tokenizer.to_str().encode())
+    reference.backend_tokenizer.no_truncation()  # a call before may have left one
+    tokenizer = served(reference.backend_tokenizer.to_str())
     limit = Limit(tokens, cut, side, "truncate")
     queries = {f"q[{i}]": query for i, (query, _) in enumerate(pairs)}
     documents = {f"d[{i}]": document for i, (_, document) in enumerate(pairs)}

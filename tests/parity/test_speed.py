@@ -19,7 +19,7 @@ from tests.tiny import save_bert, save_decoder
 TURNS, ATTEMPTS = 7, 4
 NEW = 16  # tokens
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 
 @pytest.fixture(autouse=True)

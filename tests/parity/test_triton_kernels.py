@@ -25,7 +25,9 @@ Errors = dict[str, dict[str, float]]  # operation -> dtype -> largest relative e
 def run_pytest(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run tests in a process of their own, with the interpreter in place of a GPU."""
     variables = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"} | environment
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *args]
+    unused = ("cacheprovider", "schemathesis", "langsmith_plugin", "anyio")  # slow to import
+    options = [word for name in unused for word in ("-p", f"no:{name}")]
+    command = [sys.executable, "-m", "pytest", "-q", *options, *args]
     return subprocess.run(
         command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=280, check=False
     )

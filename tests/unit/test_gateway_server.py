@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from rose.serving.gateway.server import parse_engine
 from rose.serving.gateway.settings import GatewaySettings
 from rose.serving.process import listen
 from rose.serving.transport import AddressError
+from tests.ports import free_port
 from tests.unit.engine_rig import drive
 from tests.unit.gateway_stub import error_of
 from tests.unit.generation_stub import StubLLM
@@ -30,9 +30,7 @@ def gateway(tmp_path):
     started = []
 
     def start(*options):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         command = [sys.executable, "-m", "rose", "gateway", "--port", str(port), *options]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         started.append(process)

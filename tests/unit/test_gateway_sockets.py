@@ -145,6 +145,7 @@ def test_streams_count_as_requests_being_served():
         assert httpx.post(url + CHAT, json=body_of(CHAT)).status_code == 200
 
 
+@pytest.mark.alone
 def test_health_while_a_huge_prompt_is_read(llm):
     _, url = llm
     huge = {"messages": [{"role": "user", "content": "lorem ipsum " * 2_000_000}]}

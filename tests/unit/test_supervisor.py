@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from rose.serving.supervisor import ModelSpec, _curl, parse_models
+from tests.ports import free_port
 
 # Both roles: it beats, notes what happens to it in a file, and ends when asked to, after a while.
 STAND_IN = """
@@ -88,12 +89,6 @@ try:
 except children.ChildFailedError as error:
     sys.exit(f"error: {{error}}")
 """
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Tree:

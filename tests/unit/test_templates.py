@@ -419,6 +419,7 @@ def test_a_template_that_makes_too_much_is_stopped(name, monkeypatch):
     assert time.monotonic() - start < 4
 
 
+@pytest.mark.alone
 def test_a_long_conversation_is_within_the_budget():
     messages = [
         {"role": ("user", "assistant")[i % 2], "content": "word " * 500} for i in range(801)
