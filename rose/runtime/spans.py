@@ -80,7 +80,9 @@ class Spans:
 
 def first_rows(counts: IntArray) -> npt.NDArray[np.int64]:
     """Return where the rows of each text begin, and how many there are, int64 [B + 1]."""
-    return np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
+    rows = np.zeros(len(counts) + 1, np.int64)
+    counts.cumsum(out=rows[1:])
+    return rows
 
 
 def gather(counts: IntArray, order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -202,6 +202,9 @@ class EmbedService:
             log.exception("a step failed")
             self._step_failed(slices, error)
             return
+        if len(slices) == 1:
+            self._keep(slices[0], rows)
+            return
         outputs = slices[0].job.outputs
         starts = [0] * len(rows)
         for piece in slices:

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -110,8 +111,7 @@ class Frontdoor:
                 await self._serve(scope, receive, _Sender(send, exchange), headers)
         finally:
             self.gateway.exchanges_in_flight -= 1
-            # Not now: what was written leaves when the event loop has nothing else to run.
-            asyncio.get_running_loop().call_soon(self._account, exchange, scope["method"])
+            self._account(exchange, scope["method"])
 
     async def _serve_traced(
         self, scope: Scope, receive: Receive, send: "_Sender", headers: Mapping[bytes, bytes]
@@ -160,12 +160,9 @@ class Frontdoor:
 
     def _account(self, exchange: Exchange, method: str) -> None:
         seconds = time.perf_counter() - exchange.started
-        for work in exchange.afterwards:
-            work()
         metrics = self.gateway.metrics
         if exchange.status:
-            metrics.requests.labels(exchange.route, str(exchange.status)).inc()
-            metrics.request_seconds.labels(exchange.route).observe(seconds)
+            metrics.later(partial(metrics.answered, exchange.route, exchange.status, seconds))
         if self.gateway.settings.log_requests or not exchange.status:
             log.info(
                 "id=%s method=%s route=%s status=%s ms=%.1f",

@@ -25,9 +25,9 @@ def check_finite(vectors: Vectors, counts: Sequence[int] | None = None) -> None:
     """
     if vectors.dtype.kind != "f":
         return
-    finite = np.isfinite(vectors).all(axis=1)
+    finite = np.isfinite(vectors)
     if not finite.all():
-        row = int(np.argmin(finite))
+        row = int(np.argmin(finite.all(axis=1)))
         index = row if counts is None else int(np.searchsorted(np.cumsum(counts), row, "right"))
         message = f"The model's vector for 'input[{index}]' is not finite."
         raise ApiError(500, message, param=f"input[{index}]", code="non_finite")

@@ -43,8 +43,6 @@ class Exchange:
     route: str = "other"
     started: float = field(default_factory=time.perf_counter)
     status: int = 0
-    afterwards: list[Callable[[], None]] = field(default_factory=list)
-    """What can wait until the answer is on its way."""
 
     @classmethod
     def of(cls, scope: Scope) -> "Exchange":
@@ -83,8 +81,8 @@ class Call(Generic[BodyT]):
         """Notes that texts were made into tokens, from `started` (perf_counter) until now."""
         seconds = time.perf_counter() - started
         tracing.record("tokenize", seconds, model=model)
-        metric = self.gateway.metrics.tokenize_seconds
-        self.exchange.afterwards.append(lambda: metric.labels(model).observe(seconds))
+        metrics = self.gateway.metrics
+        metrics.later(lambda: metrics.tokenize_seconds.labels(model).observe(seconds))
 
     def time_left_s(self) -> float | None:
         """Seconds until the request's deadline; None if it has none."""

@@ -1,7 +1,6 @@
 """POST /v1/contextualizedembeddings."""
 
 import time
-from functools import partial
 
 from starlette.responses import Response
 
@@ -39,7 +38,7 @@ async def contextual(call: Call[ContextualRequest]) -> Response:
     counts = [len(spans) for spans in work.spans]
     check_finite(answer.vectors, counts)
     done = Embedded(model, Prepared(work.ids, 0, work.truncated), answer)
-    call.exchange.afterwards.append(partial(count, call, done))
+    count(call, done)
     as_base64 = body.encoding_format not in (None, "float")
     content = await call.in_thread(
         encode_documents, answer.vectors, counts, as_base64, model.name, done.usage

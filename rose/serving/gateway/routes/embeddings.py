@@ -180,7 +180,7 @@ async def embed(
         await call.in_thread(done.check_finite)
     else:
         done.check_finite()
-    call.exchange.afterwards.append(partial(count, call, done))
+    count(call, done)
     return done
 
 
@@ -242,12 +242,9 @@ def _check_count(ids: Sequence[Ids], width: int) -> None:
 
 def count(call: Call[Any], done: Embedded) -> None:
     """Counts a request in the metrics."""
-    metrics, name = call.gateway.metrics, done.model.name
-    metrics.tokens.labels(name).inc(done.tokens)
-    metrics.truncated.labels(name).inc(done.work.truncated)
-    metrics.batch_size.labels(name).observe(len(done.work.ids))
-    metrics.queue_seconds.labels(name).observe(done.answer.queued_s)
-    metrics.compute_seconds.labels(name).observe(done.answer.computed_s)
+    metrics, work, answer = call.gateway.metrics, done.work, done.answer
+    numbers = len(work.ids), done.tokens, work.truncated, answer.queued_s, answer.computed_s
+    metrics.later(partial(metrics.fed, done.model.name, *numbers))
 
 
 OPERATIONS = (

@@ -89,7 +89,7 @@ async def run(
         place = places[bad[0]]
         message = f"The model's score for '{place}' is not finite."
         raise ApiError(500, message, param=place, code="non_finite")
-    call.exchange.afterwards.append(partial(_count, call, model, work, answer))
+    _count(call, model, work, answer)
     return answer
 
 
@@ -191,9 +191,6 @@ def _check_instruction(body: PairRequest, card: ModelCard) -> None:
 
 
 def _count(call: Call[Any], model: ServedModel, work: PreparedPairs, answer: ScoreAnswer) -> None:
-    metrics, name = call.gateway.metrics, model.name
-    metrics.tokens.labels(name).inc(sum(map(len, work.ids)))
-    metrics.truncated.labels(name).inc(work.truncated)
-    metrics.batch_size.labels(name).observe(len(work.ids))
-    metrics.queue_seconds.labels(name).observe(answer.queued_s)
-    metrics.compute_seconds.labels(name).observe(answer.computed_s)
+    metrics, tokens = call.gateway.metrics, sum(map(len, work.ids))
+    numbers = len(work.ids), tokens, work.truncated, answer.queued_s, answer.computed_s
+    metrics.later(partial(metrics.fed, model.name, *numbers))
