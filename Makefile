@@ -42,15 +42,16 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	$(bin)/pip install $(PIP) --editable '.[demo]'
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
-	@echo 'Installing what the tests need'
+# In one go, for it brings what `install` does.
+$(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml
+	@echo 'Installing ROSE and what its tests need'
 	$(bin)/pip install $(PIP) --editable '.[dev]'
-	@touch $@
+	@touch $(VENV)/.installed $@
 
 models: $(VENV)/.installed  ## fetch the demo models into $(MODELS)
 	$(bin)/python tools/fetch_models.py --into $(MODELS)
 
-test-models: $(VENV)/.installed  ## the same and a multilingual embedder for the tests
+test-models: $(VENV)/.installed-dev  ## the same and a multilingual embedder for the tests
 	$(bin)/python tools/fetch_models.py --into $(MODELS) --with-e5
 
 check: install-dev  ## format, lint, types, import contracts

@@ -61,3 +61,10 @@ def pytest_runtest_protocol(item):
     folder = item.config._tmp_path_factory.getbasetemp().parent  # the same for all workers
     with turn(folder, alone=item.get_closest_marker("alone") is not None):
         return (yield)
+
+
+def pytest_collection_modifyitems(items):
+    """Refuse names that differ between processes, which workers could not share out."""
+    for item in items:
+        if " at 0x" in item.nodeid:
+            raise pytest.UsageError(f"{item.nodeid}: an address is no name: give `ids`")

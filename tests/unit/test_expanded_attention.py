@@ -79,7 +79,9 @@ def by_distance(distance):
         {"bias": by_distance},
         {"num_kv_heads": 4},
     ],
-    ids=str,
+    ids=lambda spec: ", ".join(
+        f"{key} {getattr(value, '__name__', value)}" for key, value in spec.items()
+    ),
 )
 def test_it_is_attention_written_out(facts):
     facts = spec(**facts)

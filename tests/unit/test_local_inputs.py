@@ -21,7 +21,7 @@ FACTS = EmbeddingCard(dimensions=8, hidden_size=8, normalize=True, pooling="mean
         (np.array([5, 6]), [[5, 6]]),
         ([[5], [6, 7]], [[5], [6, 7]]),
         (np.array(["red", "kite"]), ["red", "kite"]),
-        ((text for text in ["red", "kite"]), ["red", "kite"]),
+        pytest.param((text for text in ["red", "kite"]), ["red", "kite"], id="a generator"),
     ],
     ids=str,
 )
