@@ -99,7 +99,8 @@ def test_schemas_frozen():
         "dry_multiplier ebnf epsilon_cutoff eta_cutoff frequency_penalty grammar "
         "guided_choice guided_grammar guided_json guided_regex ignore_eos "
         "include_stop_str_in_output json_schema logit_bias logits_processors logprobs "
-        "max_completion_tokens max_tokens min_p min_tokens mirostat model n "
+        "max_completion_tokens max_new_tokens max_tokens min_new_tokens min_p min_tokens "
+        "mirostat model n n_predict repeat_penalty stop_sequences "
         "no_repeat_ngram_size num_beams penalty_alpha presence_penalty priority "
         "prompt_logprobs regex repetition_penalty request_id response_format seed "
         "skip_special_tokens stop stop_regex stop_token_ids stream stream_options "
@@ -111,7 +112,7 @@ def test_schemas_frozen():
         "documents echo function_call functions messages modalities parallel_tool_calls "
         "reasoning_effort tool_choice tools top_logprobs web_search_options"
     )
-    completion_fields = "best_of echo prompt suffix"
+    completion_fields = "best_of echo prompt suffix tool_choice tools"
     for kind, own in ((ChatRequest, chat_fields), (CompletionRequest, completion_fields)):
         assert set(kind.__struct_fields__) == {*common.split(), *own.split()}
 
@@ -168,6 +169,10 @@ def test_bans_of_the_checkpoint_hold_unless_a_request_says_otherwise(backend):
         ("json_schema", {}, None),
         ("allowed_token_ids", [5], []),
         ("xtc_probability", 0.1, 0.0),
+        ("max_new_tokens", 5, None),
+        ("n_predict", 5, -1),
+        ("repeat_penalty", 1.2, 1.0),
+        ("stop_sequences", ["a"], []),
     ],
 )
 def test_what_other_servers_know_and_would_change_the_text_is_refused(http, name, value, neutral):

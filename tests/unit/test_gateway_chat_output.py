@@ -137,6 +137,12 @@ def test_response_format(http):
     assert sampling_of(http).grammar.index('"z"') < sampling_of(http).grammar.index('"a"')
 
 
+def test_a_schema_beside_any_object_is_not_left_out_in_silence(http):
+    form = {"type": "json_object", "schema": {"type": "object", "required": ["a"]}}
+    assert error_of(chat(http, response_format=form))["param"] == "response_format.schema"
+    answer(http, response_format={"type": "json_object", "schema": None})
+
+
 def test_no_structured_output(backend):
     http = http_of(StubLLM([END], backend, generation={"structured_output": False}))
     schema = {"type": "json_schema", "json_schema": {"schema": {}}}

@@ -136,6 +136,7 @@ def test_the_form_of_tei(http, inputs, count, is_list):
         ({"input": ["a", "red " * 40]}, "input[1]"),
         ({"input": [["a", "red " * 40]]}, "input[0]"),
         ({"input": "a", "labels": ["good", "bad"]}, "labels"),
+        ({"input": "a", "use_activation": False}, "use_activation"),
         ({"input": "a", "prompt_name": "x"}, "prompt_name"),
         ({"input": "a", "truncation_direction": "down"}, "truncation_direction"),
         ({"input": "a", "model": "nope"}, "model"),

@@ -116,6 +116,15 @@ def test_bad_prompts(http, prompt, param):
     assert answer(http)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "neutral"),
+    [("tools", [{"type": "function"}], []), ("tool_choice", "required", "none")],
+)
+def test_tools_are_for_chats(http, field, value, neutral):
+    assert error_of(complete(http, "a", **{field: value}))["param"] == field
+    answer(http, "a", **{field: neutral})
+
+
 def test_empty_prompt_is_bos_where_there_is_one():
     http = http_of(StubLLM([END], byte_tokenizer(bos=True)))
     answer(http, "")

@@ -190,6 +190,7 @@ def test_pairs_are_joined_as_the_tokenizer_does():
         ({"max_tokens_per_doc": -4}, "max_tokens_per_doc"),
         ({"max_tokens_per_doc": "9"}, "max_tokens_per_doc"),
         ({"max_chunks_per_doc": 2}, "max_chunks_per_doc"),
+        ({"use_activation": False}, "use_activation"),
         ({"rank_fields": ["title"]}, "rank_fields"),
         ({"truncate": "MIDDLE"}, "truncate"),
         ({"truncate": 3}, "truncate"),

@@ -24,6 +24,16 @@ _UNSUPPORTED = (
     *("chat_template", "late_chunking", "return_multivector", "embedding_types"),
     *("output_dimension", "embedding_type", "pooling", "pooling_type"),
 )
+# Names of other servers, what is the same here, and values that ask for what is done anyhow.
+_ELSEWHERE: dict[str, tuple[str, tuple[object, ...]]] = {
+    "embed_dtype": ("'output_dtype'", ("float32",)),
+    "endianness": ("little-endian bytes", ("native", "little")),
+    "instruction": ("'prompt'", ("",)),
+    "normalized": ("'normalize'", ()),
+    "task": ("'input_type'", ("",)),
+    "truncation": ("'truncate'", ()),
+    "use_activation": ("'normalize'", ()),
+}
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,9 @@ def check_supported(body: EmbeddingRequest) -> None:
     for name in _UNSUPPORTED:
         if getattr(body, name):
             raise bad_request(f"'{name}' is not supported.", name)
+    for name, (here, neutral) in _ELSEWHERE.items():
+        if (value := getattr(body, name)) is not None and value not in neutral:
+            raise bad_request(f"'{name}' is not supported: use {here}.", name)
     if body.input is None and body.messages is None:
         raise bad_request("'input' is missing.", "input")
     if body.input is not None and body.messages is not None:

@@ -158,7 +158,9 @@ def _completion_wish(body: CompletionRequest, card: ModelCard) -> _Wish:
     Raises:
         ApiError: 400, naming the field.
     """
-    refuse(body, ("suffix",))
+    refuse(body, ("suffix", "tools"))
+    if body.tool_choice not in (None, "none", "auto"):
+        raise bad_request("'tool_choice' is for chat completions.", "tool_choice")
     if body.best_of is not None and body.best_of != (body.n or 1):
         message = f"'best_of' is {str(body.best_of)[:24]}; only the same as 'n' is supported."
         raise bad_request(message, "best_of")

@@ -149,6 +149,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    schema: _NotSupported = None
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -216,6 +217,8 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     ] = None
     best_of: Annotated[int | None, Meta(description="Only the same as `n`.")] = None
     suffix: _NotSupported = None
+    tools: _NotSupported = None
+    tool_choice: _NotSupported = None
     response_format: ResponseFormat | None = None
 
 

@@ -50,6 +50,9 @@ class ScoringRequest(Request, kw_only=True):
     priority: Annotated[
         Priority | None, Meta(description="`bulk` lets online requests pass first.")
     ] = None
+    use_activation: Annotated[
+        bool | None, Meta(description="false is not supported: use `raw_scores`.")
+    ] = None
 
 
 class PairRequest(ScoringRequest, kw_only=True):

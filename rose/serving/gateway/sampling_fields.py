@@ -13,7 +13,7 @@ from rose.serving.gateway.generation_schemas import (
     GenerationRequest,
     ResponseFormat,
 )
-from rose.serving.gateway.unsupported_fields import UNSUPPORTED, asks
+from rose.serving.gateway.unsupported_fields import INSTEAD, UNSUPPORTED, asks
 
 ANY_OBJECT = '{"type": "object"}'
 
@@ -46,7 +46,8 @@ def refuse(body: GenerationRequest, names: Iterable[str] = ()) -> None:
     """
     for name in (*UNSUPPORTED, *names):
         if asks(name, getattr(body, name)):
-            raise bad_request(f"'{name}' is not supported.", name)
+            hint = f": use '{INSTEAD[name]}'" if name in INSTEAD else ""
+            raise bad_request(f"'{name}' is not supported{hint}.", name)
 
 
 def sampling_of(body: GenerationRequest, card: ModelCard) -> SamplingParams:
@@ -149,6 +150,9 @@ def grammar_of(form: ResponseFormat | None, facts: GenerationCard) -> str | None
         message = f"'response_format': this model does not offer '{form.type}'."
         raise bad_request(message, "response_format")
     if form.type == "json_object":
+        if form.schema not in (None, True, {}):
+            field = "response_format.schema"
+            raise bad_request(f"'{field}' goes with the type 'json_schema' alone.", field)
         return ANY_OBJECT
     if form.json_schema is None or form.json_schema.schema is None:
         field = "response_format.json_schema.schema"

@@ -24,6 +24,9 @@ class Request(msgspec.Struct, kw_only=True):
     ] = None
 
 
+_Elsewhere = Annotated[Any, Meta(description="Not supported: another server's name.")]
+
+
 class TextPart(msgspec.Struct, kw_only=True):
     """A part of a message."""
 
@@ -136,6 +139,13 @@ class EmbeddingRequest(Request, kw_only=True):
     embedding_types: Annotated[
         list[str] | None, Meta(description="Not supported: use `output_dtype`.")
     ] = None
+    embed_dtype: _Elsewhere = None
+    endianness: _Elsewhere = None
+    instruction: _Elsewhere = None
+    normalized: _Elsewhere = None
+    task: _Elsewhere = None
+    truncation: _Elsewhere = None
+    use_activation: _Elsewhere = None
 
 
 class Usage(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -16,14 +16,26 @@ _NEUTRAL: dict[str, tuple[float, ...]] = {
     "dry_multiplier": (0,),
     "epsilon_cutoff": (0,),
     "eta_cutoff": (0,),
+    "min_new_tokens": (0,),
     "mirostat": (0,),
+    "n_predict": (-1,),
     "no_repeat_ngram_size": (0,),
     "num_beams": (0, 1),
     "penalty_alpha": (0,),
+    "repeat_penalty": (1,),
     "tfs_z": (1,),
     "top_a": (0,),
     "typical_p": (0, 1),
     "xtc_probability": (0,),
+}
+
+# What is the same here by another name.
+INSTEAD = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "n_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "stop_sequences": "stop",
 }
 
 
@@ -48,12 +60,17 @@ class UnsupportedFields(Request, kw_only=True):
     eta_cutoff: _NotSupported = None
     grammar: _NotSupported = None
     json_schema: _NotSupported = None
+    max_new_tokens: _NotSupported = None
+    min_new_tokens: _NotSupported = None
     mirostat: _NotSupported = None
+    n_predict: _NotSupported = None
     no_repeat_ngram_size: _NotSupported = None
     num_beams: _NotSupported = None
     penalty_alpha: _NotSupported = None
     regex: _NotSupported = None
+    repeat_penalty: _NotSupported = None
     stop_regex: _NotSupported = None
+    stop_sequences: _NotSupported = None
     structural_tag: _NotSupported = None
     tfs_z: _NotSupported = None
     top_a: _NotSupported = None

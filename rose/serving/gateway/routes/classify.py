@@ -18,6 +18,7 @@ from rose.serving.gateway.ranking_schemas import ClassifyAnswer, ClassifyRequest
 from rose.serving.gateway.routes.embeddings import ENCODE_IN_THREAD_NUMBERS
 from rose.serving.gateway.routes.ranking import (
     check_count,
+    check_names,
     query_prompt,
     run,
     take_direction,
@@ -36,6 +37,7 @@ async def classify(call: Call[ClassifyRequest]) -> Response:
     if body.labels is not None:
         raise bad_request("'labels' is not supported: labels are the model's own.", "labels")
     items, is_list = _items(body, call.gateway.settings)
+    check_names(body)
     take_direction(body)
     model = call.gateway.table.choose(body.model, "classify", doing="classify texts")
     facts = model.card.scoring

@@ -44,6 +44,7 @@ async def score_pairs(
         ApiError: The request is wrong, or its scores are not finite.
         EngineError: The engine failed.
     """
+    check_names(body)
     take_direction(body)
     model = _choose(call, body.model)
     if model.card.scoring is None:
@@ -104,6 +105,16 @@ def check_count(field: str, items: Sequence[object], settings: GatewaySettings) 
     if len(items) > settings.max_inputs:
         message = f"'{field}' has {len(items)} items; at most {settings.max_inputs} a request."
         raise bad_request(message, field)
+
+
+def check_names(body: ScoringRequest) -> None:
+    """Refuses what other servers call by another name, where it asks for something else.
+
+    Raises:
+        ApiError: 400.
+    """
+    if body.use_activation is False:
+        raise bad_request("'use_activation' is not supported: use 'raw_scores'.", "use_activation")
 
 
 def take_direction(body: ScoringRequest) -> None:
