@@ -298,7 +298,7 @@ def test_truncate_can_be_added_later_but_not_taken_back(model, stopped, capsys, 
     assert "line 14: not UTF-8" in capsys.readouterr().err
     assert count_texts == [4]
     assert embed(model, "a.txt", *CHUNKED, "-o", "a.npy") == 1
-    assert "--truncate and 1 texts were cut" in capsys.readouterr().err
+    assert "--truncate and 1 text was cut" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -355,7 +355,7 @@ def test_what_had_errors_cannot_go_on_strictly(model, capsys, monkeypatch):
     assert generate(model, "a.txt", *GREEDY, "-o", "o.jsonl") == 1
     assert "a.txt, line 7: not UTF-8" in capsys.readouterr().err
     assert generate(model, "a.txt", *GREEDY, "--strict", "-o", "o.jsonl") == 1
-    assert "begun without --strict and has 1 rows with an error" in capsys.readouterr().err
+    assert "begun without --strict and has 1 row with an error" in capsys.readouterr().err
 
 
 def test_a_fault_that_is_not_the_row_s_ends_the_job(model, monkeypatch):
