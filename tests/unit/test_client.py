@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rose.runtime.options import EmbedOptions, SamplingParams
-from rose.serving import client as client_module
-from rose.serving import protocol
+from rose.serving import connection, protocol
 from rose.serving.client_api import EngineError
 from rose.serving.protocol import COUNTERS, Hello, Ping, Pong, Refused, Stats, Welcome
 from rose.serving.stats import LastingStats, total
@@ -70,7 +69,7 @@ def address(tmp_path):
 
 @pytest.fixture
 def fast(monkeypatch):
-    monkeypatch.setattr(client_module, "PING_INTERVAL_S", 0.05)
+    monkeypatch.setattr(connection, "PING_INTERVAL_S", 0.05)
 
 
 def test_many_late_answers_cause_one_hello(address, fast, monkeypatch):
@@ -79,7 +78,7 @@ def test_many_late_answers_cause_one_hello(address, fast, monkeypatch):
             await client.wait_ready()
             await until(lambda: not client.ready)  # pings stay unanswered
             assert "no sign of life" in client.unready_reason
-            monkeypatch.setattr(client_module, "PING_INTERVAL_S", 30)
+            monkeypatch.setattr(connection, "PING_INTERVAL_S", 30)
             client._greeted -= 60  # the last hello is long ago
             hellos = engine.count(Hello)
             for sequence in range(20):
@@ -167,7 +166,7 @@ def test_a_pause_of_the_gateway_itself_loses_no_engine(address, fast):
         async with scripted(address) as engine, connected(address) as client:
             engine.answers[Ping] = [Pong(1, Stats())]
             await client.wait_ready()
-            await until(lambda: engine.count(Ping) > 3 * client_module.MAX_SILENT_PINGS)
+            await until(lambda: engine.count(Ping) > 3 * connection.MAX_SILENT_PINGS)
             for _ in range(3):
                 await asyncio.sleep(0.06)
                 time.sleep(0.5)  # ten pings' time, in which nothing could be read

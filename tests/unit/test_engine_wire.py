@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from rose.runtime.options import EmbedOptions
-from rose.serving import client as client_module
-from rose.serving import protocol
+from rose.serving import connection, protocol
 from rose.serving.client_api import EngineError
 from tests.unit.engine_rig import (
     CARD,
@@ -249,7 +248,7 @@ def test_a_dead_engine_fails_its_requests_at_once_and_a_new_one_is_found(runtime
 
 
 def test_a_silent_engine_is_given_up_and_taken_back(runtime, address, monkeypatch):
-    monkeypatch.setattr(client_module, "PING_INTERVAL_S", 0.05)
+    monkeypatch.setattr(connection, "PING_INTERVAL_S", 0.05)
 
     async def scenario():
         async with engine(runtime, address) as server, connected(address) as client:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from starlette.responses import Response
 
-from rose.models.card import EmbeddingCard, RowOutput, Task
+from rose.models.card import EmbeddingCard, ModelCard, RowOutput, Task
 from rose.serving.client_api import EmbedAnswer
 from rose.serving.gateway.embedding_input import (
     Prepared,
@@ -159,12 +159,13 @@ async def embed(
     """
     check_supported(body)
     model = call.gateway.table.choose(body.model, *tasks, doing="embed texts")
-    card = model.card.embedding
+    facts = model.card
+    card = facts.embedding
     assert card is not None
     if "text" in outputs:
         _check_output(card, sparse=sparse)
     options = options_of(body, card, call.gateway.settings)
-    work = await _tokenized(call, body, model, card)
+    work = await _tokenized(call, body, model, facts)
     _check_sizes(work.ids, outputs, card, sparse=sparse)
     answer = await model.client.embed(
         work.ids,
@@ -185,13 +186,14 @@ async def embed(
 
 
 async def _tokenized(
-    call: Call[Any], body: EmbeddingRequest, model: ServedModel, card: EmbeddingCard
+    call: Call[Any], body: EmbeddingRequest, model: ServedModel, card: ModelCard
 ) -> Prepared:
     gateway = call.gateway
     tokenizer = await model.tokenizer(gateway.pool)
     started = time.perf_counter()
-    arguments = (body, model.card, tokenizer, gateway.settings)
-    short = is_short(body, card)
+    arguments = (body, card, tokenizer, gateway.settings)
+    assert card.embedding is not None
+    short = is_short(body, card.embedding)
     work = prepare(*arguments) if short else await call.in_thread(prepare, *arguments)
     call.tokenized(model.name, started)
     return work
