@@ -143,6 +143,7 @@ class TokenizerCard(msgspec.Struct, frozen=True, kw_only=True):
     `special_tokens` maps names such as "bos_token" to their text; `chat_templates` maps a
     template's name ("default", "tool_use", ...) to its Jinja source; `lowercase` is
     sentence-transformers' `do_lower_case`, applied to the text before tokenisation;
+    `split_special` says that the name of a special token in a text is text like any other;
     `truncation_side` is where text that is too long is cut.
     """
 
@@ -150,6 +151,7 @@ class TokenizerCard(msgspec.Struct, frozen=True, kw_only=True):
     chat_templates: dict[str, str] = {}
     lowercase: bool = False
     clean_up_spaces: bool = False
+    split_special: bool = False
     truncation_side: Literal["left", "right"] = "right"
 
 

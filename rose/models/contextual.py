@@ -6,10 +6,11 @@ of a chunk is pooled between two separators. The checkpoint says so by its class
 
 from dataclasses import replace
 
+from rose.models.added_tokens import TOKENIZER_CONFIG
 from rose.models.config import CONFIG_FILE, MODULES_FILE, CheckpointFolder, Setting
 from rose.models.errors import CheckpointError
 from rose.models.recipe import Recipe
-from rose.models.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, read_tokenizer_card
+from rose.models.tokenizer import TOKENIZER_FILE, read_tokenizer_card
 
 CONTEXTUAL_CLASSES = ("PPLXQwen3ContextualModel",)
 

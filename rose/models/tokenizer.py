@@ -3,19 +3,19 @@
 import json
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 from tokenizers.decoders import WordPiece as WordPieceDecoder
 from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 from tokenizers.processors import TemplateProcessing
 
+from rose.models.added_tokens import TOKENIZER_CONFIG, add_tokens, special_tokens, token_text
 from rose.models.card import TokenizerCard
 from rose.models.config import CheckpointFolder
 from rose.models.errors import CheckpointError
 
 TOKENIZER_FILE = "tokenizer.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
 _TEMPLATE_FILE = "chat_template.jinja"
 _TEMPLATE_FOLDER = "additional_chat_templates"
 # Classes that apply tokenizer_config.json's options to the normaliser, and the architectures whose
@@ -27,9 +27,6 @@ _SEGMENT_CLASSES = ("BertTokenizer", "BertTokenizerFast")
 _BERT_LIKE = ("bert", "distilbert", "nomic_bert")
 # Letters that a vocabulary hardly has all of: of old scripts, a rare ideograph, and no letter.
 _RARE = "\U00010400\U00012000\U00013000\U00016800\U0002a6d6\U00030000\uffff"
-_SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-_MORE_SPECIAL = ("additional_special_tokens", "extra_special_tokens")  # older and newer name
-_TOKEN_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
 def read_tokenizer_json(folder: CheckpointFolder) -> bytes:
@@ -49,7 +46,7 @@ def load_tokenizer(folder: CheckpointFolder) -> Tokenizer:
     tokenizer = _open_tokenizer(folder)
     _check_any_text(tokenizer, folder)
     _apply_bert_options(tokenizer, folder)
-    _add_tokens(tokenizer, folder)
+    add_tokens(tokenizer, folder)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -110,7 +107,7 @@ def _apply_bert_options(tokenizer: Tokenizer, folder: CheckpointFolder) -> None:
 
 
 def _flag(folder: CheckpointFolder, name: str, *, default: bool) -> bool:
-    """An option of BERT's tokenizer; null is as good as absent.
+    """An option of tokenizer_config.json; null is as good as absent.
 
     Raises:
         CheckpointError: it is neither true nor false.
@@ -128,43 +125,6 @@ def _strip_accents(folder: CheckpointFolder, default: bool | None) -> bool | Non
     if config.get("strip_accents", default) is None:
         return None
     return _flag(folder, "strip_accents", default=bool(default))
-
-
-def _add_tokens(tokenizer: Tokenizer, folder: CheckpointFolder) -> None:
-    """Add the tokens that only tokenizer_config.json knows, as `transformers` does."""
-    config = folder.json(TOKENIZER_CONFIG) or {}
-    older = folder.json("special_tokens_map.json") or {}
-    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    special = list(_special_tokens(folder, config).values())
-    for source in (config, older):
-        special += [text for key in _MORE_SPECIAL for text in _texts(source.get(key))]
-    named = [AddedToken(text, special=True) for text in special]
-    for added in (*_listed_tokens(folder, config), *named):
-        if added.content and added.content not in known:
-            known.add(added.content)
-            tokenizer.add_tokens([added])
-
-
-def _listed_tokens(folder: CheckpointFolder, config: dict[str, Any]) -> list[AddedToken]:
-    listed = config.get("added_tokens_decoder")
-    if not isinstance(listed, dict):
-        return []
-    try:
-        entries = sorted((int(id_), entry) for id_, entry in listed.items())
-        return [
-            AddedToken(entry["content"], **{name: bool(entry.get(name)) for name in _TOKEN_FLAGS})
-            for _, entry in entries
-        ]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        where = f"{folder.path / TOKENIZER_CONFIG}: added_tokens_decoder"
-        raise CheckpointError(f"{where}: tokens by id are expected: {error!r}") from error
-
-
-def _texts(value: object) -> list[str]:
-    """Return the texts of a list of tokens, or of tokens by name."""
-    items = list(value.values()) if isinstance(value, dict) else value
-    items = items if isinstance(items, list) else []
-    return [text for item in items if (text := _content(item)) is not None]
 
 
 def _tokenizer_class(folder: CheckpointFolder) -> str | None:
@@ -230,7 +190,7 @@ def _read_vocabulary(folder: CheckpointFolder) -> dict[str, int]:
 
 
 def _token(config: dict[str, Any], name: str) -> str:
-    return _content(config.get(f"{name}_token")) or f"[{name.upper()}]"
+    return token_text(config.get(f"{name}_token")) or f"[{name.upper()}]"
 
 
 def read_tokenizer_card(folder: CheckpointFolder, *, lowercase: bool = False) -> TokenizerCard:
@@ -241,26 +201,13 @@ def read_tokenizer_card(folder: CheckpointFolder, *, lowercase: bool = False) ->
     """
     config = folder.json(TOKENIZER_CONFIG) or {}
     return TokenizerCard(
-        special_tokens=_special_tokens(folder, config),
+        special_tokens=special_tokens(folder),
         chat_templates=_chat_templates(folder, config),
         lowercase=lowercase,
         clean_up_spaces=config.get("clean_up_tokenization_spaces") is True,
+        split_special=_flag(folder, "split_special_tokens", default=False),
         truncation_side="left" if config.get("truncation_side") == "left" else "right",
     )
-
-
-def _special_tokens(folder: CheckpointFolder, config: dict[str, Any]) -> dict[str, str]:
-    older = folder.json("special_tokens_map.json") or {}
-    keys = [f"{name}_token" for name in _SPECIAL]
-    found = {key: _content(config.get(key)) or _content(older.get(key)) for key in keys}
-    return {key: text for key, text in found.items() if text}
-
-
-def _content(value: object) -> str | None:
-    """Return the text of a token that is saved as text or as an object."""
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
 
 
 def _chat_templates(folder: CheckpointFolder, config: dict[str, Any]) -> dict[str, str]:

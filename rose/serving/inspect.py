@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rose.models.added_tokens import TOKENIZER_CONFIG, special_token_sources
 from rose.models.config import CONFIG_FILE, CheckpointFolder, Setting
 from rose.models.generation import GENERATION_CONFIG, SAMPLING, read_generation_card
 from rose.models.plan import Plan, plan_checkpoint
@@ -17,7 +18,7 @@ from rose.models.quantized import (
     plain_shape,
 )
 from rose.models.recipe_modules import DenseModule, LayerNormModule
-from rose.models.tokenizer import TOKENIZER_CONFIG, load_tokenizer, lowercases, read_tokenizer_card
+from rose.models.tokenizer import load_tokenizer, lowercases, read_tokenizer_card
 from rose.models.weight_checks import check_headers
 from rose.models.weight_files import TensorHeader, WeightFiles, find_weight_files, read_headers
 
@@ -171,11 +172,13 @@ def _generation_settings(plan: Plan) -> list[Setting]:
 
 def _tokenizer_settings(plan: Plan) -> list[Setting]:
     card = read_tokenizer_card(plan.core, lowercase=plan.lowercase)
-    config = plan.core.json(TOKENIZER_CONFIG) or {}
+    sources = special_token_sources(plan.core)
     settings = [
-        Setting(name, text, TOKENIZER_CONFIG if config.get(name) else "special_tokens_map.json")
+        Setting(name, text, next(file for file, values in sources if values.get(name)))
         for name, text in card.special_tokens.items()
     ]
+    if card.split_special:
+        settings.append(Setting("split_special_tokens", card.split_special, TOKENIZER_CONFIG))
     if card.chat_templates:
         names = ", ".join(sorted(card.chat_templates))
         files = ("chat_template.jinja", "additional_chat_templates", TOKENIZER_CONFIG)

@@ -50,10 +50,11 @@ class Tokenizer:
         backend.no_padding()
         if facts.lowercase:
             _lowercase_first(backend)
+        backend.encode_special_tokens = facts.split_special
         self._backend = backend
         self._special_ids = _special_ids(backend, facts)
         self.prefix, self.suffix = _template(backend)
-        self._unigram = fast_encoder(backend)
+        self._unigram = None if facts.split_special else fast_encoder(backend)
         self.prompt_length = lru_cache(maxsize=256)(self._prompt_length)
 
     @classmethod
