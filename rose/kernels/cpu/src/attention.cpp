@@ -24,6 +24,7 @@ namespace {
 // many enough for all threads.
 constexpr int64_t kTaskRows = 96, kLargeTaskRows = 512;
 constexpr int64_t kFewBlocks = 2;  // of rows, for which values are not worth a copy
+constexpr int64_t kCopiedValues = 256;  // rows at most, where they are copied for one block
 constexpr double kNsPerExp = 1.0;
 
 // Queries [first, last) of a sequence with the kv heads [first_head, last_head).
@@ -58,6 +59,7 @@ struct Call {
   const float *q, *k, *v;
   int64_t ldq, ldk, ldv;
   float* out;
+  int64_t most_keys = 0;  // that a task sees
 
   int64_t group() const { return spec.num_heads / spec.num_kv_heads; }
   int64_t queries_of(int64_t rows) const { return std::max<int64_t>(1, rows / group()); }
@@ -68,6 +70,14 @@ struct Call {
     return count;
   }
 
+  int64_t panel_columns() const { return ceil_div(spec.head_dim, kWidth) * kWidth; }
+
+  // Floats of the workspace for so many keys: panels, queries, scores, sums, values.
+  int64_t needed(int64_t keys) const {
+    return keys * spec.head_dim + kRows * (spec.head_dim + keys + panel_columns()) + copied(keys);
+  }
+  int64_t copied(int64_t keys) const { return std::max(keys, kCopiedValues) * panel_columns(); }
+
   Rows rows(const float* base, int64_t stride, int64_t sequence, int64_t kv_head) const {
     base += kv_head * spec.head_dim;
     if (!batch.block_table)
@@ -76,8 +86,6 @@ struct Call {
     return {base, stride, pages, batch.page_size};
   }
 };
-
-constexpr int64_t kCopiedValues = 256;  // rows at most, where they are copied for one block
 
 thread_local Workspace workspace;
 
@@ -211,7 +219,7 @@ class Head {
     keys_ = call.batch.kv_lens[s];
     cached_ = keys_ - call.batch.query_lens[s];
     start_ = call.batch.query_starts[s];
-    columns_ = ceil_div(spec_.head_dim, kWidth) * kWidth;
+    columns_ = call.panel_columns();
     wanted_ = (task.last_head - kv_head) * spec_.head_dim;
     if (kv_head > task.first_head) wanted_ = 0;  // the first head has asked for all
   }
@@ -221,13 +229,12 @@ class Head {
     const int64_t begin = round_down(visible(spec_, cached_ + task_.first, keys_).begin);
     const int64_t end = visible(spec_, cached_ + task_.last - 1, keys_).end;
     width_ = round_down(end - begin + kWidth - 1);
-    const int64_t copied = std::max(width_, kCopiedValues) * columns_;
-    workspace.start(width_ * dim + kRows * (dim + width_ + columns_) + copied);
+    workspace.start(call_.needed(call_.most_keys));  // the same for all tasks, or it would move
     panels_ = workspace.take(width_ * dim);
     queries_ = workspace.take(kRows * dim);
     scores_ = workspace.take(kRows * width_);
     sums_ = workspace.take(kRows * columns_);
-    copied_ = workspace.take(copied);
+    copied_ = workspace.take(call_.copied(width_));
     pack_keys(call_.rows(call_.k, call_.ldk, task_.sequence, kv_head_), begin, end, dim, wanted_,
               panels_);
     const Blocks blocks((task_.last - task_.first) * call_.group());
@@ -318,7 +325,7 @@ extern "C" {
 ROSE_API void rose_attend(const RoseAttention* spec, const RoseSequences* batch, const float* q,
                           int64_t ldq, const float* k, int64_t ldk, const float* v, int64_t ldv,
                           float* out, int32_t threads) {
-  const Call call{*spec, *batch, q, k, v, ldq, ldk, ldv, out};
+  Call call{*spec, *batch, q, k, v, ldq, ldk, ldv, out};
   const int64_t heads = spec->num_kv_heads, enough = 4 * threads;
   int64_t step = call.queries_of(kLargeTaskRows), chunks = call.chunks(step);
   if (heads * chunks < enough) {
@@ -332,6 +339,8 @@ ROSE_API void rose_attend(const RoseAttention* spec, const RoseSequences* batch,
     const int64_t queries = batch->query_lens[s], keys = batch->kv_lens[s];
     ns += spec->num_heads * queries * keys * (2 * spec->head_dim * kNsPerFma + kNsPerExp);
     ns += kNsPerByte * 8 * spec->head_dim * heads * keys;
+    const int64_t seen = std::min(keys, std::min(queries, step) + spec->left + spec->right);
+    call.most_keys = std::max(call.most_keys, ceil_div(seen, kWidth) * kWidth + kWidth);
     const int64_t parts = ceil_div(queries, step);
     for (int64_t p = parts; p-- > 0;)  // the last first: causal ones cost most
       for (int64_t h = 0; h < heads; h += share)
