@@ -1,6 +1,7 @@
 """From a checkpoint and options to loaded weights and the runtimes that serve them."""
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -39,6 +40,7 @@ PAGE_SIZE = 16  # tokens
 # of a prompt holds up every running stream: on a CPU 256 tokens of a small model take 0.5 s.
 STEP_TOKENS_CPU = 256
 STEP_TOKENS_GPU = 2048
+MOST_SEQUENCES = 65_536  # at one time
 # A batch of pairs whose prompts are shared may have so many times the tokens of another batch.
 SHARED_BATCHES = 4
 
@@ -254,6 +256,7 @@ def _generation(
     facts = loaded.card.generation
     if loaded.lm is None or facts is None:
         return None
+    _check_room(options, loaded.device)
     states = _state_size(loaded, options)
     num_pages = choose_num_pages(
         loaded.backbone.attention_specs,
@@ -293,6 +296,27 @@ def _generation(
     vocab_size = loaded.card.vocab_size
     grammars = GrammarCompiler(loaded.tokenizer_json, vocab_size, facts.eos_token_ids)
     return Generation(runtime, scheduler, grammars)
+
+
+def _check_room(options: ModelOptions, device: torch.device) -> None:
+    """Refuse sizes that no machine has: the lists of what is free alone would take its memory.
+
+    Raises:
+        ValueError: an option asks for too much.
+    """
+    if options.max_num_seqs > MOST_SEQUENCES:
+        raise ValueError(
+            f"max_num_seqs: {options.max_num_seqs} is more than the {MOST_SEQUENCES} sequences "
+            "that can be generated at one time"
+        )
+    if device.type != "cpu" or options.kv_cache_memory is None:
+        return
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if options.kv_cache_memory > total:
+        raise ValueError(
+            f"kv_cache_memory: {options.kv_cache_memory} bytes are more than this machine has "
+            f"({total})"
+        )
 
 
 def _state_size(loaded: LoadedModel, options: ModelOptions) -> StateSize:
