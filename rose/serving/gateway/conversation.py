@@ -1,6 +1,7 @@
 """From the messages of a chat request to the text that the model reads."""
 
 import secrets
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -8,13 +9,32 @@ import msgspec
 from rose.models.card import ModelCard
 from rose.serving.gateway.errors import bad_request
 from rose.serving.gateway.generation_schemas import ChatRequest, ConversationMessage
+from rose.serving.gateway.template_sandbox import BudgetError
 from rose.serving.gateway.templates import TemplateError, normalise, render
 
 Turn = dict[str, Any]
 
 # What `chat_template_kwargs` cannot set: it has a field of its own, or is not the request's.
 _RESERVED = frozenset(
-    ("card", "messages", "template", "parts", "add_generation_prompt", "tools", "documents")
+    (
+        "card",
+        "messages",
+        "template",
+        "parts",
+        "text_arguments",
+        "null_content",
+        "add_generation_prompt",
+        "tools",
+        "documents",
+    )
+)
+# Forms in which some templates read messages. One that is given another form may fail, or leave
+# out without a word what was said.
+_OTHER_FORMS: tuple[dict[str, bool], ...] = (
+    {"text_arguments": True},
+    {"null_content": True},
+    {"text_arguments": True, "null_content": True},
+    {"parts": True},
 )
 
 
@@ -60,13 +80,48 @@ def _turn(message: ConversationMessage, place: str) -> Turn:
 
 def _render(body: ChatRequest, turns: list[Turn], card: ModelCard, answer: bool) -> str:
     variables = _variables(body)
-    template = "tool_use" if variables["tools"] else "default"
+    variables["template"] = "tool_use" if variables["tools"] else "default"
+    variables["add_generation_prompt"] = answer
+    said = _said(turns, variables["tools"] or [])
+    usual = _try_form(card, turns, variables, {})
+    if isinstance(usual, str) and _shows(usual, said):
+        return usual
+    for form in _other_forms(turns, usual):
+        other = _try_form(card, turns, variables, form)
+        if isinstance(other, str) and _shows(other, said):
+            return other
+    if isinstance(usual, TemplateError):
+        raise bad_request(f"'messages': {usual}.", "messages") from usual
+    return usual
+
+
+def _other_forms(turns: list[Turn], usual: str | TemplateError) -> tuple[dict[str, bool], ...]:
+    if isinstance(usual, TemplateError) and isinstance(usual.__cause__, BudgetError):
+        return ()  # each would take as long
+    calls = any("tool_calls" in turn for turn in turns)
+    return _OTHER_FORMS if calls else ({"parts": True},)
+
+
+def _try_form(
+    card: ModelCard, turns: list[Turn], variables: dict[str, Any], form: dict[str, bool]
+) -> str | TemplateError:
     try:
-        return render(
-            card.tokenizer, turns, template=template, add_generation_prompt=answer, **variables
-        )
+        return render(card.tokenizer, turns, **(variables | form))
     except TemplateError as error:
-        raise bad_request(f"'messages': {error}.", "messages") from error
+        return error
+
+
+def _said(turns: list[Turn], tools: list[Any]) -> Counter[str]:
+    """What a prompt is to show and how often: the user's last text, names of called functions."""
+    calls = [call["function"] for turn in turns for call in turn.get("tool_calls", ())]
+    names = Counter(str(function.get("name", "")) for function in calls)
+    offered = Counter(str((tool.get("function") or {}).get("name", "")) for tool in tools)
+    texts = [turn["content"].strip() for turn in turns if turn["role"] == "user"]
+    return Counter(texts[-1:]) + Counter({name: n + offered[name] for name, n in names.items()})
+
+
+def _shows(prompt: str, said: Counter[str]) -> bool:
+    return all(prompt.count(text) >= times for text, times in said.items())
 
 
 def _render_open(body: ChatRequest, turns: list[Turn], card: ModelCard) -> str:

@@ -4,6 +4,7 @@ Rendering is work for the CPU: call it off the event loop. It ends within second
 template does (`template_sandbox`). The text is to be tokenised without adding special tokens.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from functools import cache, lru_cache
 from typing import Any
@@ -44,6 +45,8 @@ def render(
     template: str = "default",
     add_generation_prompt: bool = False,
     parts: bool = False,
+    text_arguments: bool = False,
+    null_content: bool = False,
     **variables: object,
 ) -> str:
     """Render a conversation.
@@ -55,6 +58,8 @@ def render(
         template: name of the template; "default" where the model has none of that name.
         add_generation_prompt: end with the start of an answer.
         parts: the template wants the content of a message as a list of parts.
+        text_arguments: it wants the arguments of tool calls as JSON in a text.
+        null_content: it wants null where a message calls tools and has no content.
         variables: what else the template may read, such as `tools`; they win over the names of
             special tokens.
 
@@ -62,6 +67,8 @@ def render(
         TemplateError: with the template's own words where it has some.
     """
     turns = [normalise(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    if text_arguments or null_content:
+        turns = [_other_calls(m, text_arguments, null_content) for m in turns]
     if parts:
         turns = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in turns]
     names = {
@@ -132,6 +139,22 @@ def normalise(message: Message, place: str = "message") -> dict[str, Any]:
     if reasoning is not None:
         kept = {"thinking": reasoning, **kept, "reasoning_content": reasoning}
     return kept
+
+
+def _other_calls(turn: dict[str, Any], text_arguments: bool, null_content: bool) -> dict[str, Any]:
+    """A message that calls tools in the form of older templates."""
+    if not turn.get("tool_calls"):
+        return turn
+    changed = {**turn, "content": (turn["content"] or None) if null_content else turn["content"]}
+    if text_arguments:
+        changed["tool_calls"] = [_text_arguments(call) for call in turn["tool_calls"]]
+    return changed
+
+
+def _text_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    text = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
 
 
 def _content(content: object, place: str) -> str:
