@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
+from rose.serving.gateway import generation_input
 from rose.serving.gateway.generation_schemas import CompletionAnswer
 from tests.unit.gateway_stub import error_of
 from tests.unit.generation_stub import BOS, END, VOCAB_SIZE, StubLLM, byte_tokenizer, http_of
@@ -123,6 +124,19 @@ def test_bad_prompts(http, prompt, param):
 def test_tools_are_for_chats(http, field, value, neutral):
     assert error_of(complete(http, "a", **{field: value}))["param"] == field
     answer(http, "a", **{field: neutral})
+
+
+def test_a_small_request_does_not_fill_the_memory_with_lists(http, monkeypatch):
+    monkeypatch.setattr(generation_input, "MAX_LISTED", 100)
+    answer(http, "a", n=5, logit_bias={str(token): 1 for token in range(70, 90)})
+    answer(http, "a", n=1, stop_token_ids=list(range(70, 90)) * 6)
+    for fields in ({"n": 6}, {"prompt": ["a", "b", "c"], "n": 2}):
+        bias = {str(token): 1 for token in range(70, 90)}
+        body = {"prompt": "a", "logit_bias": bias, **fields}
+        assert error_of(http.post("/v1/completions", body))["param"] == "logit_bias"
+        body = {"prompt": "a", "stop_token_ids": list(range(70, 90)), **fields}
+        assert error_of(http.post("/v1/completions", body))["param"] == "stop_token_ids"
+    assert error_of(complete(http, "a", cache_salt="x" * 1001))["param"] == "cache_salt"
 
 
 def test_empty_prompt_is_bos_where_there_is_one():

@@ -70,6 +70,7 @@ def prepare_documents(
     documents = checked_documents(body.input, settings.max_inputs)
     limit = _limit(body, card, settings)
     prompt = choose_prompt(embedding_request(body), card.embedding)
+    limit.check_prompt(prompt, len(documents), tokenizer)
     layout = _layout(
         tokenizer, card.embedding, prompt, special=body.add_special_tokens is not False
     )

@@ -174,6 +174,7 @@ def _prepare_chat(
     """Turns texts into ids for a model that wants them as conversations."""
     assert card.embedding is not None
     assert card.embedding.chat is not None
+    limit.check_prompt(prompt, len(texts), tokenizer)
     render = partial(render_text, card.tokenizer, card.embedding.chat, prompt=prompt)
     place = next(iter(texts))
     try:
@@ -229,6 +230,7 @@ class Texts:
         """Tokenises texts, named by the place in the request where they stand."""
         for place, text in texts.items():
             self.limit.check_length(place, text, self.tokenizer)
+        self.limit.check_prompt(self.prompt, len(texts), self.tokenizer)
         head = self.tokenizer.prompt_length(self.prompt, self.special) if self.prompt else 0
         self.limit.check_room(self._fixed_tokens(head))
         rows = [mark(ids, self.marker) for ids in self._encode(list(texts.values()))]

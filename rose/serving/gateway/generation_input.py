@@ -32,6 +32,7 @@ from rose.serving.gateway.tokenization import Ids, Tokenizer
 from rose.serving.gateway.tools import forced_call
 
 COMPLETION_TOKENS = 16
+MAX_LISTED = 1_000_000  # entries of a field in all choices of a request
 
 # What the engine calls the grammar, and what bans tokens.
 GRAMMAR, BIAS = "response_format", "logit_bias"
@@ -205,6 +206,7 @@ def _plan(
     prompts: Mapping[str, Prompt], wish: _Wish, card: ModelCard, tokenizer: Tokenizer
 ) -> Plan:
     limit, table = context_limit(card), table_of(tokenizer)
+    _check_lists(wish, len(prompts) * wish.n)
     choices: list[Choice] = []
     for place, prompt in prompts.items():
         room = _room(place, str(len(prompt.ids)), len(prompt.ids), wish, limit)
@@ -212,6 +214,18 @@ def _plan(
             sampling = for_choice(wish.sampling, wish.max_tokens, room, number)
             choices.append(Choice(len(choices), prompt.ids, sampling, wish.rules, table))
     return Plan(list(prompts.values()), choices, wish.n, wish.blamed)
+
+
+def _check_lists(wish: _Wish, choices: int) -> None:
+    """Refuses what a small request could fill the memory with: each choice has lists of its own."""
+    lists = {
+        BIAS: len(wish.sampling.logit_bias),
+        "stop_token_ids": len(wish.sampling.stop_token_ids),
+    }
+    for name, size in lists.items():
+        if size * choices > MAX_LISTED and choices > 1:
+            what = f"'{name}' of {size} entries for {choices} choices"
+            raise bad_request(f"{what} makes more than {MAX_LISTED}.", name)
 
 
 def _tokenized(

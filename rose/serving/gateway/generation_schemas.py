@@ -15,6 +15,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 128
+MAX_SALT_CHARS = 1000
 # Logits are divided or multiplied by it, and have to stay finite.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100
 
@@ -101,7 +102,7 @@ class GenerationRequest(UnsupportedFields, kw_only=True):
         Priority | None, Meta(description="`bulk` lets online requests pass first.")
     ] = None
     cache_salt: Annotated[
-        str | None,
+        Annotated[str, Meta(max_length=MAX_SALT_CHARS)] | None,
         Meta(description="Cached prefixes are shared by requests of the same salt only."),
     ] = None
 

@@ -120,6 +120,7 @@ class _TokenizerPairs:
         """Tokenises each text once, and joins them."""
         rules, layout = self._rules, self._layout
         rules.limit.check_room(layout.num_special)
+        rules.limit.check_prompt(rules.prompt, len(queries), self._tokenizer)
         prompted = [rules.prompt + query for query in queries.values()]
         first = _encode(self._tokenizer, prompted, rules)
         second = _encode(self._tokenizer, list(documents.values()), rules)

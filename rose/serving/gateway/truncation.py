@@ -8,6 +8,9 @@ from rose.serving.gateway.errors import ApiError, bad_request
 from rose.serving.gateway.settings import GatewaySettings
 from rose.serving.gateway.tokenization import Ids, Side, Tokenizer
 
+LONG = "context_length_exceeded"
+MAX_PROMPT_CHARS = 1 << 25  # before all texts of a request, as much as a body has at most
+
 
 class CutFields(Protocol):
     """The fields of a request that say what happens to long texts."""
@@ -42,7 +45,7 @@ class Limit:
     field: str
 
     def check_room(self, fixed: int) -> None:
-        """Refuses a limit that cuts the text away whole: `fixed` tokens are not of the text.
+        """Refuses a limit that leaves nothing of a text: `fixed` tokens are not of the text.
 
         Raises:
             ApiError: 400.
@@ -53,6 +56,27 @@ class Limit:
                 f"special tokens and prompt take {fixed}."
             )
             raise bad_request(message, self.field)
+        if fixed > self.tokens:
+            message = f"Special tokens and prompt take {fixed} tokens; the limit is {self.tokens}."
+            raise bad_request(message, "prompt", LONG)
+
+    def check_prompt(self, prompt: str, texts: int, tokenizer: Tokenizer) -> None:
+        """Refuses a prompt that no text fits behind, or that makes too much of many texts.
+
+        A small request could ask for much work: its prompt is read once more with every text.
+
+        Raises:
+            ApiError: 400.
+        """
+        if tokenizer.certainly_longer(prompt, self.tokens):
+            found = f"more than {2 * self.tokens} tokens"
+            raise bad_request(f"'prompt' has {found}; the limit is {self.tokens}.", "prompt", LONG)
+        if len(prompt) * texts > MAX_PROMPT_CHARS:
+            message = (
+                f"'prompt' of {len(prompt)} characters before each of {texts} texts makes more "
+                f"than {MAX_PROMPT_CHARS}."
+            )
+            raise bad_request(message, "prompt")
 
     def check_length(self, place: str, text: str, tokenizer: Tokenizer) -> None:
         """Refuses, without tokenising it all, a long text that is certainly too long.
@@ -83,7 +107,7 @@ class Limit:
             f"'{place}' has {found}; the limit is {self.tokens}. "
             "Shorten it, or send 'truncate': true."
         )
-        return bad_request(message, place, "context_length_exceeded")
+        return bad_request(message, place, LONG)
 
 
 _SIDES: dict[object, Side] = {"START": "left", "END": "right"}
