@@ -136,9 +136,15 @@ class EmbedService:
         await self._turns.run()
 
     def _advance(self) -> None:
+        """Give the device its next batch before the rows of the last one are looked at."""
+        done = []
         while self._running and self._running[0][1].done():
-            self._finish_step(*self._running.popleft())
+            done.append(self._running.popleft())
         self._launch()
+        for step in done:
+            self._finish_step(*step)
+        if self._alone:  # of a batch that failed
+            self._launch()
 
     def _choose_runtime(self, served: ServedModel) -> EmbeddingRuntime | None:
         return served.embedding
