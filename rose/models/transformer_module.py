@@ -1,5 +1,6 @@
 """Settings of sentence-transformers' Transformer module, the first of a model. Free of torch."""
 
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -72,6 +73,8 @@ def read_transformer_module(folder: CheckpointFolder, use: Use) -> TransformerMo
     if modalities is not None:
         _check_text(modalities, use, f"{file}: modality_config")
     chat = _read_chat(folder, settings, file)
+    if use is CLASSIFY and modalities is None:
+        chat = _pair_chat(folder)
     return TransformerModule(
         chat, [f"{file}: {key} is not used" for key in _unread(settings, chat)]
     )
@@ -116,10 +119,24 @@ def _read_chat(
     form = modalities["message"].get("format", "auto")
     if form not in ("flat", "structured", "auto"):
         raise CheckpointError(f"{where}: format: flat or structured is expected, found {form!r}")
-    if form == "auto":
-        form = "structured" if any(sign in template for sign in _PARTS) else "flat"
+    parts = _reads_parts(template) if form == "auto" else form == "structured"
     processing = settings.get("processing_kwargs")
     variables = processing.get("chat_template") if isinstance(processing, dict) else None
     variables = dict(variables) if isinstance(variables, dict) else {}
     variables.pop("restore_suffix", None)  # says how to cut, which is the gateway's to decide
-    return ChatTexts(parts=form == "structured", variables=variables)
+    return ChatTexts(parts=parts, variables=variables)
+
+
+def _pair_chat(folder: CheckpointFolder) -> ChatTexts | None:
+    """Say whether pairs pass through a chat template that speaks of queries and documents.
+
+    sentence-transformers finds that out where the settings say nothing of messages.
+    """
+    template = read_tokenizer_card(folder).chat_templates.get("default", "")
+    if not all(re.search(rf"""["']{role}["']""", template) for role in ("query", "document")):
+        return None
+    return ChatTexts(parts=_reads_parts(template))
+
+
+def _reads_parts(template: str) -> bool:
+    return any(sign in template for sign in _PARTS)
