@@ -54,21 +54,25 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "watermarking_config": (),
 }
 
+# What config.json may say where there is no generation_config.json.
+_OLDER = (*_RANGES, "suppress_tokens", "bad_words_ids", "sequence_bias")
+
 
 def read_generation_card(folder: CheckpointFolder) -> GenerationCard:
     """Read the end tokens and the sampling defaults; generation_config.json wins over config.json.
 
+    Checkpoints from before generation_config.json have the defaults in config.json.
     `do_sample: false` is a temperature of 0. `suppress_tokens`, and the rows of `bad_words_ids` and
     of `sequence_bias` that are a single token, are a `logit_bias`.
 
     Raises:
         CheckpointError: a value is malformed or out of range.
     """
-    own = folder.json(GENERATION_CONFIG) or {}
+    own, file = generation_settings(folder)
     config = folder.json(CONFIG_FILE) or {}
     if isinstance(text := config.get("text_config"), dict):  # of a model that sees too
         config = text | {key: value for key, value in config.items() if value is not None}
-    reader = ConfigReader(own, str(folder.path / GENERATION_CONFIG), "generation")
+    reader = ConfigReader(own, str(folder.path / file), "generation", file)
     is_greedy = reader.optional("do_sample", bool) is False
     ends = _token_ids(folder, own, config, "eos_token_id")
     return GenerationCard(
@@ -85,9 +89,9 @@ def read_generation_card(folder: CheckpointFolder) -> GenerationCard:
 
 
 def generation_warnings(folder: CheckpointFolder) -> list[str]:
-    """Name what generation_config.json asks for and ROSE leaves out: one warning, or none."""
-    own = folder.json(GENERATION_CONFIG) or {}
-    reader = ConfigReader(own, str(folder.path / GENERATION_CONFIG), "generation")
+    """Name what the checkpoint asks for and ROSE leaves out: one warning, or none."""
+    own, file = generation_settings(folder)
+    reader = ConfigReader(own, str(folder.path / file), "generation", file)
     names = [key for key, neutral in _UNSUPPORTED.items() if _asks(own.get(key), neutral)]
     rows = {
         "bad_words_ids": _bad_words(reader),
@@ -97,7 +101,19 @@ def generation_warnings(folder: CheckpointFolder) -> list[str]:
     if not names:
         return []
     listed = ", ".join(names)
-    return [f"{GENERATION_CONFIG} asks for what is not supported and left out: {listed}"]
+    return [f"{file} asks for what is not supported and left out: {listed}"]
+
+
+def generation_settings(folder: CheckpointFolder) -> tuple[dict[str, Any], str]:
+    """Return the settings of generation, and the file that has them.
+
+    `do_sample` of config.json is left out: false is what older releases wrote for "not said".
+    """
+    own = folder.json(GENERATION_CONFIG)
+    if own is not None:
+        return own, GENERATION_CONFIG
+    config = folder.json(CONFIG_FILE) or {}
+    return {key: config[key] for key in (*_OLDER, *_UNSUPPORTED) if key in config}, CONFIG_FILE
 
 
 def _asks(value: object, neutral: tuple[object, ...]) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rose.models.added_tokens import TOKENIZER_CONFIG, special_token_sources
 from rose.models.config import CONFIG_FILE, CheckpointFolder, Setting
-from rose.models.generation import GENERATION_CONFIG, SAMPLING, read_generation_card
+from rose.models.generation import SAMPLING, generation_settings, read_generation_card
 from rose.models.plan import Plan, plan_checkpoint
 from rose.models.quantized import (
     MINIMA,
@@ -153,21 +153,22 @@ def _letter_case(plan: Plan, tokenizer: "Tokenizer") -> Setting:
 def _generation_settings(plan: Plan) -> list[Setting]:
     if "generate" not in plan.tasks:
         return []
-    card, own = read_generation_card(plan.core), plan.core.json(GENERATION_CONFIG) or {}
+    card = read_generation_card(plan.core)
+    own, file = generation_settings(plan.core)
     found: dict[str, object] = {
         "eos_token_id": card.eos_token_ids or None,
         "bos_token_id": card.bos_token_id,
         "min_new_tokens": card.min_tokens or None,
     }
     settings = [
-        Setting(key, value, CONFIG_FILE if own.get(key) is None else GENERATION_CONFIG)
+        Setting(key, value, CONFIG_FILE if own.get(key) is None else file)
         for key, value in found.items()
         if value is not None
     ]
     if card.logit_bias:
-        settings.append(Setting("logit_bias", card.logit_bias, GENERATION_CONFIG))
+        settings.append(Setting("logit_bias", card.logit_bias, file))
     values = ((key, getattr(card, key)) for key in SAMPLING)
-    return settings + [Setting(k, v, GENERATION_CONFIG) for k, v in values if v is not None]
+    return settings + [Setting(k, v, file) for k, v in values if v is not None]
 
 
 def _tokenizer_settings(plan: Plan) -> list[Setting]:

@@ -101,3 +101,16 @@ def test_neutral_generation_settings_are_silent(folder):
     }
     write(folder / "generation_config.json", neutral)
     assert not [text for text in plan_checkpoint(folder).warnings if "generation_config" in text]
+
+
+def test_older_checkpoints_say_it_in_config_json(folder):
+    values = {"repetition_penalty": 1.5, "top_p": 0.5, "do_sample": False, "num_beams": 4}
+    config = json.loads((folder / "config.json").read_text())
+    write(folder / "config.json", config | values)
+    card = read_generation_card(CheckpointFolder(folder))
+    assert (card.repetition_penalty, card.top_p, card.temperature) == (1.5, 0.5, None)
+    warned = r"config\.json asks for what is not supported and left out: num_beams"
+    assert any(re.match(warned, text) for text in plan_checkpoint(folder).warnings)
+    write(folder / "generation_config.json", {"top_p": 0.9})
+    card = read_generation_card(CheckpointFolder(folder))
+    assert (card.repetition_penalty, card.top_p) == (None, 0.9)
