@@ -18,7 +18,8 @@ _OLDER_SPECIAL = "special_tokens_map.json"
 _OLDER_ADDED = "added_tokens.json"
 _LISTED = "added_tokens_decoder"
 _ROLES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-_MORE_SPECIAL = ("additional_special_tokens", "extra_special_tokens")  # older and newer name
+_EXTRA = "extra_special_tokens"
+_MORE_SPECIAL = ("additional_special_tokens", _EXTRA)  # older and newer name
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
@@ -72,8 +73,10 @@ def special_token_sources(folder: CheckpointFolder) -> list[tuple[str, Mapping[s
 
 def _roles(folder: CheckpointFolder) -> dict[str, AddedToken]:
     sources = [values for _, values in special_token_sources(folder)]
+    extra = [e for values in sources if isinstance(e := values.get(_EXTRA), dict)]
+    sources += extra  # tokens by name, such as "image_token"
     found = {}
-    for key in _ROLES:
+    for key in dict.fromkeys((*_ROLES, *(name for names in extra for name in names))):
         named = (_special(source.get(key)) for source in sources)
         token = next((token for token in named if token is not None), None)
         if token is not None:

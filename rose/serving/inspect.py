@@ -175,7 +175,11 @@ def _tokenizer_settings(plan: Plan) -> list[Setting]:
     card = read_tokenizer_card(plan.core, lowercase=plan.lowercase)
     sources = special_token_sources(plan.core)
     settings = [
-        Setting(name, text, next(file for file, values in sources if values.get(name)))
+        Setting(
+            name,
+            text,
+            next((file for file, values in sources if values.get(name)), TOKENIZER_CONFIG),
+        )
         for name, text in card.special_tokens.items()
     ]
     if card.split_special:

@@ -79,3 +79,14 @@ def test_added_tokens_json_holds_ids(folder: Path) -> None:
     write(folder / "added_tokens.json", **{"<new>": "68"})
     with pytest.raises(CheckpointError, match=r"added_tokens\.json: <new>: an id is expected"):
         load_tokenizer(CheckpointFolder(folder))
+
+
+def test_extra_tokens_with_names_are_known_to_templates(folder: Path) -> None:
+    tiny.edit_json(folder / "tokenizer_config.json", extra_special_tokens={"image_token": "<new>"})
+    expected = AutoTokenizer.from_pretrained(folder)
+    expected.chat_template = "{{ image_token }}{{ eos_token }}"
+    names = special_tokens(CheckpointFolder(folder))
+    assert names["image_token"] + names["eos_token"] == expected.apply_chat_template(
+        [{"role": "user", "content": "a"}], tokenize=False
+    )
+    assert_like_transformers(folder)
