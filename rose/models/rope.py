@@ -206,6 +206,9 @@ def _report(
     reader.record(f"{key}.theta", config.theta, source)
     reader.settings += [Setting(f"{key}.{s.name}", s.value, s.source) for s in rope.settings]
     unknown = sorted(rope.values.keys() - _KNOWN)
+    for name in unknown:
+        if isinstance(rope.values[name], dict):  # settings of some layers, at the wrong place
+            raise CheckpointError(f"{rope.file}: {name}: an object of settings is not known here")
     if unknown:
         reader.warn(f"{rope.file}: unknown settings are not used: {', '.join(unknown)}")
 

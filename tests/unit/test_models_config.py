@@ -15,6 +15,7 @@ from rose.models.config import CheckpointFolder, ConfigReader
 from rose.models.decoder_config import LLAMA, QWEN2, QWEN3
 from rose.models.errors import CheckpointError
 from rose.models.generation import read_generation_card
+from rose.models.modernbert_config import read_modernbert_config
 from rose.models.plan import fingerprint, plan_checkpoint
 from rose.models.recipe import read_recipe
 from rose.models.registry import ARCHITECTURES
@@ -456,6 +457,14 @@ def test_decoder_settings_that_are_refused(values):
 def test_an_unknown_rope_kind_is_named():
     with pytest.raises(CheckpointError, match=r"'mrope'.*default, linear, dynamic, llama3, yarn"):
         read(LLAMA, rope_scaling={"type": "mrope"})
+
+
+def test_rope_settings_at_the_wrong_place_are_refused():
+    reader = ConfigReader(
+        {"rope_scaling": {"full_attention": {"rope_type": "linear"}}}, "config.json", "modernbert"
+    )
+    with pytest.raises(CheckpointError, match="full_attention: an object of settings"):
+        read_modernbert_config(reader)
 
 
 def test_rope_given_twice_warns():
