@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 PAGE_SIZE = 16  # tokens
 # Tokens of a step, prompts and decodes together, where the user does not say. A step with a chunk
-# of a prompt holds up every running stream: on a CPU 256 tokens of a small model take 0.5 s.
+# of a prompt holds up every running stream: on a CPU 256 tokens of a small model take 0.3 s.
 STEP_TOKENS_CPU = 256
 STEP_TOKENS_GPU = 2048
 MOST_SEQUENCES = 65_536  # at one time

@@ -332,6 +332,19 @@ def test_paged_token_by_token(
     assert_near(out, reference(lengths, spec, dtype), TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("head_dim", [8, 32, 40, 64, 80])
+@pytest.mark.parametrize("schedule", [one_shot, in_chunks])
+def test_heads_of_other_sizes(subject: Subject, head_dim: int, schedule: Schedule):
+    lengths, dtype = (3, 150, 1, 40), torch.float32
+    spec = make_spec(4, 2, head_dim=head_dim, scale=head_dim**-0.5)
+    subject.require(spec, dtype)
+    expected = reference(lengths, spec, dtype)
+    qkv = (x.to(subject.device) for x in make_qkv(sum(lengths), spec, dtype))
+    assert_near(subject.ragged(lengths).attend(*qkv, spec), expected, TOLERANCE[dtype])
+    out = run_paged(subject, lengths, spec, dtype, 16, schedule)
+    assert_near(out, expected, TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [(None, None), (64, 64), (100, 3)])
 @pytest.mark.parametrize("soft_cap", [None, 3.0])
