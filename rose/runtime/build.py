@@ -1,7 +1,6 @@
 """From a checkpoint and options to loaded weights and the runtimes that serve them."""
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -24,7 +23,12 @@ from rose.runtime.generation import GenerationLoop
 from rose.runtime.graph_setup import decode_with_graphs, embed_with_graphs
 from rose.runtime.graphs import GraphCache, WarmupShape
 from rose.runtime.kv_cache import PagePool
-from rose.runtime.kv_pool import allocate_pages, cache_budget, choose_num_pages
+from rose.runtime.kv_pool import (
+    allocate_pages,
+    cache_budget,
+    choose_num_pages,
+    memory_of_machine,
+)
 from rose.runtime.memory import keep_freed_memory
 from rose.runtime.scheduler import SLOTS_PER_SEQUENCE, Scheduler
 from rose.runtime.scoring import ScoringModel
@@ -311,7 +315,7 @@ def _check_room(options: ModelOptions, device: torch.device) -> None:
         )
     if device.type != "cpu" or options.kv_cache_memory is None:
         return
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    total = memory_of_machine()
     if options.kv_cache_memory > total:
         raise ValueError(
             f"kv_cache_memory: {options.kv_cache_memory} bytes are more than this machine has "

@@ -103,6 +103,11 @@ def _available_in_system() -> int:
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
+    return memory_of_machine()
+
+
+def memory_of_machine() -> int:
+    """Return the bytes of memory that there are."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
