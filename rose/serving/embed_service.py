@@ -68,7 +68,8 @@ class EmbedCall:
     def add(self, piece: JobSlice, parts: Sequence[FloatRows]) -> None:
         """Keep the rows of some texts, of each output."""
         if piece.last - piece.first == len(self.job):
-            self.rows, self.missing = list(parts), 0
+            self.rows = [np.ascontiguousarray(part, np.float32) for part in parts]
+            self.missing = 0
             return
         outputs = self.job.outputs
         if not self.rows:
@@ -140,9 +141,11 @@ class EmbedService:
         done = []
         while self._running and self._running[0][1].done():
             done.append(self._running.popleft())
-        self._launch()
-        for step in done:
-            self._finish_step(*step)
+        try:
+            self._launch()
+        finally:
+            for step in done:
+                self._finish_step(*step)
         if self._alone:  # of a batch that failed
             self._launch()
 

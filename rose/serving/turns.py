@@ -33,7 +33,7 @@ class Turns:
         """Ask for a turn behind what the loop has to do already."""
         if self._loop is not None and not self._asked:
             self._asked = True
-            self._loop.call_soon(self.now)
+            self._loop.call_soon(self._as_asked)
 
     def ask_from_thread(self) -> None:
         """Ask for a turn, from any thread."""
@@ -41,9 +41,12 @@ class Turns:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(self.now)
 
-    def now(self) -> None:
-        """Take a turn; an error ends them all."""
+    def _as_asked(self) -> None:
         self._asked = False
+        self.now()
+
+    def now(self) -> None:
+        """Take a turn; an error ends them all. One that was asked for comes all the same."""
         if self._loop is None or self._end is None or self._end.done():
             return
         try:

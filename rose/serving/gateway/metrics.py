@@ -88,7 +88,7 @@ class Metrics:
     def later(self, count: Callable[[], None]) -> None:
         """Counts once there is much to count, or somebody asks for the numbers."""
         self._waiting.append(count)
-        if len(self._waiting) == COUNTS_IN_A_ROW:
+        if len(self._waiting) % COUNTS_IN_A_ROW == 0:
             asyncio.get_running_loop().call_soon(self._catch_up)
 
     def answered(self, route: str, status: int, seconds: float) -> None:

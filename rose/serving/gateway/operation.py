@@ -200,8 +200,10 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
     watch = asyncio.create_task(_disconnect(receive))
     has_left = False
 
-    def leave(_: object) -> None:
+    def leave(watch: asyncio.Task[None]) -> None:
         nonlocal has_left
+        if watch.cancelled():
+            return  # by who ends the event loop, which cancels the work too
         has_left = True
         task.cancel()
 
